@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import importlib
 import json
 import math
 import os
@@ -108,6 +109,27 @@ def to_number(value: object, kind: type[int] | type[float]) -> int | float:
         if isinstance(value, Integral if kind is int else Real):
             return kind(value)
     raise UserError(f"must be a {'whole number' if kind is int else 'number'}")
+
+
+def import_function(name: str, flag: str = "--impl") -> Callable:
+    """Import the function named `package.module:function` or `file.py:function`."""
+    module_name, colon, function = name.rpartition(":")
+    if not colon:
+        raise UserError(f"{flag} {name}: name the function, too, as in {name}:decode")
+    sys.path.insert(0, "")
+    advice = "use package.module:function or file.py:function"
+    with user_error(f"{flag} {name}: cannot be imported; {advice}"):
+        if module_name.endswith(".py"):
+            sys.path.insert(0, str(Path(module_name).parent))
+            spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+        found = getattr(module, function)
+    if not callable(found):
+        raise UserError(f"{flag} {name}: is not a function")
+    return found
 
 
 def flag_name(name: str) -> str:

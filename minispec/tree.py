@@ -114,7 +114,8 @@ def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """One round: the tokens it emitted, the tree it scored, the path it accepted.
+    """One round: the tokens it emitted, the tree it scored, the path it accepted, and the `chances`
+    of acceptance that the rule gave to the nodes it tried.
 
     The first step of a method is its prefill, with no tokens and no tree. `window` holds the rows
     of guesses that lookahead scored in the same pass as the tree; only the view reads it.
@@ -123,6 +124,7 @@ class Step:
     tokens: list[int] = field(default_factory=list)
     tree: Tree | None = None
     path: list[int] = field(default_factory=list)
+    chances: dict[int, float] = field(default_factory=dict)
     window: list[list[int]] = field(default_factory=list)
 
 

@@ -249,7 +249,7 @@ def accepts_ends(checkpoint, prompt, **options):
 
 def resamples_from_p(target, tree, randomness):
     """After a rejection, draw from the target instead of the residual."""
-    path, token = verify.accept(target, tree, randomness)
+    path, token, *_ = verify.accept(target, tree, randomness)
     if tree.children(path[-1]):
         token = randomness.categorical(target[path[-1]])
     return path, token

@@ -60,7 +60,7 @@ def test_the_first_two_tokens_are_distributed_as_the_targets(kind, seed):
         context = [()]
         for node in range(1, len(tree)):
             context.append(context[tree.parents[node]] + (tree.tokens[node],))
-        path, fresh = accept([target[c] for c in context], tree, randomness)
+        path, fresh, *_ = accept([target[c] for c in context], tree, randomness)
         emitted = tree.tokens_at(path[1:]) + [fresh]
         if len(emitted) == 1:  # continue with plain decoding
             emitted.append(randomness.categorical(target[tuple(emitted)]))
@@ -76,7 +76,7 @@ def test_the_first_two_tokens_are_distributed_as_the_targets(kind, seed):
 def test_greedy_follows_the_argmax_whatever_is_proposed():
     tree = Tree([9, 5, 3, 7, 8], [-1, 0, 0, 2, 2])
     #  root -> 3 (node 2) -> 8 (node 4) -> 6
-    path, fresh = accept(OneHot([3, 0, 8, 0, 6], 10), tree, Seeded())
+    path, fresh, *_ = accept(OneHot([3, 0, 8, 0, 6], 10), tree, Seeded())
     assert (path, fresh) == ([0, 2, 4], 6)
     assert accept(OneHot([4, 0, 8, 0, 6], 10), tree, Seeded()) == ([0], 4)
 

@@ -19,7 +19,6 @@ from lessons.assignments.mutants import MUTANTS
 from minispec import machine
 from minispec.certify.__main__ import main
 from minispec.certify.common import Verdict
-from minispec.certify.functions.decoder import load_implementation
 from minispec.certify.methods import cases
 from minispec.certify.methods.checks import CHECKS
 from minispec.certify.report import conclude, json_report
@@ -355,7 +354,7 @@ def test_a_function_is_imported_from_a_file(tmp_path, capsys):
         "def decode(*args, **options):\n    return State(helper.nothing).tokens\n"
     )
     (tmp_path / "helper.py").write_text("nothing = []\n")
-    assert load_implementation(f"{file}:decode")() == []
+    assert import_function(f"{file}:decode")() == []
 
 
 def test_the_engine_in_the_readme_is_complete(tmp_path, capsys):

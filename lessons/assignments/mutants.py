@@ -82,7 +82,7 @@ def lenient(target, tree, randomness):
 
 
 def argmax_bonus(target, tree, randomness):
-    path, fresh = verify.accept(target, tree, randomness)
+    path, fresh, *_ = verify.accept(target, tree, randomness)
     return path, int(target[path[-1]].argmax()) if not tree.children(path[-1]) else fresh
 
 
@@ -120,14 +120,14 @@ def child_of_the_root_only(target, tree, randomness):
 
 def padding_matches(target, tree, randomness):
     """Pad short paths with token 0, and compare the padding with the argmax as well."""
-    path, fresh = verify.accept(target, tree, randomness)
+    path, fresh, *_ = verify.accept(target, tree, randomness)
     short = not tree.children(path[-1]) and len(path) <= max(tree.depths)
     return path, 0 if short and int(target[len(tree) - 1].argmax()) == 0 else fresh
 
 
 def argmax_root(target, tree, randomness):
     """Take the target's best token as the next root, even when sampling."""
-    path, _ = verify.accept(target, tree, randomness)
+    path, _, *_ = verify.accept(target, tree, randomness)
     return path, int(target[path[-1]].argmax())
 
 

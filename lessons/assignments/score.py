@@ -27,11 +27,20 @@ from minispec import paths
 from minispec.certify.common import Failed, NotSupported
 from minispec.certify.examination import Examination, Request, difference, wrong_end
 from minispec.certify.functions.checks import Limits, check_implementation
-from minispec.certify.functions.decoder import FunctionDecoder, load_implementation
+from minispec.certify.functions.decoder import FunctionDecoder
 from minispec.certify.report import PASSED, conclude, print_table
 from minispec.checkpoints.load import load
 from minispec.checkpoints.weights import write_json
-from minispec.cli import OutputFile, Parser, Source, UserError, command, number, read_json
+from minispec.cli import (
+    OutputFile,
+    Parser,
+    Source,
+    UserError,
+    command,
+    import_function,
+    number,
+    read_json,
+)
 from minispec.model import Transformer
 
 TEXTS = read_json(Path(__file__).with_name("texts.json"))
@@ -93,7 +102,7 @@ def answer(impl: str, checkpoint: Path, prompt: list[int]) -> tuple[list[int], d
     paths.CACHE = checkpoint / "cache"  # which holds no timings of this machine
     sys.addaudithook(partial(refuse_writing, str(checkpoint)))
     with Meter() as meter:
-        decoder = FunctionDecoder(load_implementation(impl), str(checkpoint))
+        decoder = FunctionDecoder(import_function(impl), str(checkpoint))
         (tokens,) = decoder.batch([Request(prompt, LENGTH)])
     return tokens, dict(meter.work)
 
@@ -108,7 +117,7 @@ def refuse_writing(allowed: str, event: str, arguments: tuple) -> None:
 @torch.no_grad()
 def certificate(impl: str) -> tuple[int, str]:
     """The certifier's exit code and verdict. Prints its table."""
-    verdicts = check_implementation(load_implementation(impl), limits=LIMITS)
+    verdicts = check_implementation(import_function(impl), limits=LIMITS)
     return conclude(print_table(verdicts, sys.stdout))
 
 

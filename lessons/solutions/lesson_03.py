@@ -59,7 +59,7 @@ def package_residual(p, q):
 
 
 def package_accept(p, q, drafts, randomness):
-    path, fresh = verify.accept(p, Tree.chain(0, list(drafts), list(q)), randomness)
+    path, fresh, *_ = verify.accept(p, Tree.chain(0, list(drafts), list(q)), randomness)
     return len(path) - 1, fresh
 
 

@@ -96,7 +96,7 @@ def package_accept_sibling(p, q, drafts, randomness):
     drawn_from = [None, *itertools.accumulate(drafts[:-1], without, initial=q)]
     n = len(drafts)
     tree = Tree([0, *drafts], [-1] + [0] * n, drawn_from[: n + 1])
-    path, fresh = verify.accept([p] * (n + 1), tree, randomness)
+    path, fresh, *_ = verify.accept([p] * (n + 1), tree, randomness)
     return (None, fresh) if len(path) == 1 else (path[1] - 1, drafts[path[1] - 1])
 
 

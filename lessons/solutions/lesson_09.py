@@ -260,7 +260,7 @@ def one_draft(seed: int) -> Program:
 
     def run(randomness):
         x = randomness.categorical(q)
-        path, fresh = accept([p, p], Tree.chain(0, [x], [q]), randomness)
+        path, fresh, *_ = accept([p, p], Tree.chain(0, [x], [q]), randomness)
         return x if len(path) == 2 else fresh
 
     exact = {x: float(p[x]) for x in range(3) if p[x] > 0}
@@ -710,7 +710,7 @@ def accepts_all(target, tree, randomness):
 
 
 def resamples(target, tree, randomness):
-    path, fresh = accept(target, tree, randomness)
+    path, fresh, *_ = accept(target, tree, randomness)
     rejected = tree.children(path[-1])
     return path, randomness.categorical(target[path[-1]]) if rejected else fresh
 

@@ -28,7 +28,7 @@ from minispec import cli, distributed
 from minispec.bench import plan
 from minispec.bench.machine import check_others, others_share_now, watch
 from minispec.bench.measure import measure, measure_machine, table_of
-from minispec.bench.methods import Methods, methods_of
+from minispec.bench.methods import Methods, methods_of, methods_of_flags
 from minispec.bench.prompts import Prompts, prompts_of
 from minispec.bench.shapes import MODEL_SHAPES, oracle_methods, random_weights
 from minispec.bench.tables import markdown, plan_text, show, show_machine
@@ -41,12 +41,6 @@ from minispec.generate.api import unlisted_eos_warning
 from minispec.machine import command_line, describe_machine
 from minispec.model import Transformer
 
-# flag -> the methods that it applies to
-METHODS_OF_FLAG = {
-    "draft": ("speculative", "hybrid"), "heads": ("medusa",), "mtp": ("fastmtp", "hybrid"),
-    "k": ("speculative",), "vocabulary_sizes": ("fastmtp",), "eagle3": ("eagle3",),
-}  # fmt: skip
-
 
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.bench", description=__doc__)
@@ -57,8 +51,8 @@ def parser() -> Parser:
     p.add_argument("--mtp", type=Source, help="a FastMTP head (default: the one next to the model)")
     p.add_argument("--eagle3", type=Source, help="an EAGLE-3 head (default: as for the others)")
     p.add_argument("--methods", type=comma_separated,
-                   help="run only these methods or table rows, comma-separated; medusa, fastmtp, "
-                   "eagle3, hybrid with any number, as in 'fastmtp tree=16'")  # fmt: skip
+                   help="run only these methods or table rows, comma-separated, also with any "
+                   "number, as in 'fastmtp tree=16', or your own: file.py:function")  # fmt: skip
     p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
                    type=lambda text: [*map(number(0, kind=float), comma_separated(text))])
     p.add_argument("--k", type=number(1), default=4, help="draft tokens per round, for speculative")
@@ -115,13 +109,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     ):  # fmt: skip
         if wrong:
             raise UserError(message)
-    for name, methods in METHODS_OF_FLAG.items():
-        if name == "draft" and args.mtp is not None:  # then hybrid needs no draft
-            methods = ("speculative",)
-        used = not args.methods or any(row.startswith(methods) for row in args.methods)
-        if given(name) and not used:
-            raise UserError(f"{given(name)} applies to {' and '.join(methods)}; add it to "
-                            "--methods or omit the flag")  # fmt: skip
+    for flag, methods in methods_of_flags().items():
+        if flag == "--draft" and args.mtp is not None:  # then only these methods use the draft
+            methods = methods_of_flags()["--k"]
+        used = not args.methods or any(row.startswith(methods) or ":" in row
+                                       for row in args.methods)  # fmt: skip
+        if given(flag[2:]) and not used:
+            raise UserError(f"{flag} applies to {' and '.join(methods)}; add it to --methods or "
+                            "omit the flag")  # fmt: skip
+    if args.vocabulary_sizes and args.methods and not any(
+        row.startswith("fastmtp") for row in args.methods
+    ):
+        raise UserError("--vocabulary-sizes applies to fastmtp; add it to --methods or omit the "
+                        "flag")  # fmt: skip
     return args
 
 

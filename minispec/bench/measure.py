@@ -56,7 +56,8 @@ def measure(
     of a Run that the table needs."""
     ours = partial(decode, model, tokenizer, max_new_tokens=n, temperature=temperature)
     decoders = {
-        row: partial(ours, method=row.split()[0], **options) for row, options in methods.items()
+        row: partial(ours, **{"method": row.split()[0]} | options)
+        for row, options in methods.items()
     } | (others or {})
     _, *by_prompt = [
         {row: decoder(prompt) for row, decoder in decoders.items()}
@@ -79,11 +80,9 @@ def per_pass(runs: list[Run]) -> float:
 
 
 def alpha(runs: list[Run]) -> float | None:
-    """Share of tested draft tokens that were accepted. A round stops testing at a rejection."""
+    """Share of the draft tokens that the rule tried and accepted."""
     steps = [step for run in runs for step in run.rounds]
-    if any(len(step.tree) > max(step.tree.depths) + 1 for step in steps):
-        return None  # in a tree, a round also tests siblings
-    tested = sum(min(len(step.path), len(step.tree) - 1) for step in steps)
+    tested = sum(len(step.chances) for step in steps)
     return sum(len(step.path) - 1 for step in steps) / tested if tested else None
 
 

@@ -2,70 +2,107 @@
 
 import argparse
 import re
+from inspect import Parameter
 
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, suggestion
-from minispec.generate.drafters import drafter_of, find_drafter, load_drafter
+from minispec.cli import UserError, flag_name, suggestion
+from minispec.generate.drafters import FLAGS, load_drafter, missing_drafters
+from minispec.methods import METHODS, find_method
+from minispec.methods.declaration import Method
 from minispec.model import Transformer
 
-ANY_NUMBER = re.compile(r"(medusa tree|(fastmtp|eagle3|hybrid) (k|tree))=[1-9]\d{0,2}")
-Methods = dict[str, dict]  # table row, which starts with the method's name -> the method's options
+PLAIN = "autoregressive"  # what all others are compared with
+ANY_NUMBER = re.compile(r"(\S+) (\w+)=([1-9]\d{0,2})")
+Methods = dict[str, dict]  # table row, which starts with the method's name -> `decode`'s options
+Rows = dict[str, tuple[Method, dict]]
 
 
 def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Methods:
-    methods: Methods = {
-        "autoregressive": {}, "prompt-lookup": {}, "prompt-lookup k=auto": {"k": "auto"},
-        "jacobi": {},
-        "lookahead (5,4,5)": {"window": 5, "ngram": 4, "guesses": 5},
-        "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
-        "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
-        f"speculative k={args.k}": {"k": args.k}, "speculative k=auto": {"k": "auto"},
-        "medusa": {}, "medusa tree=auto": {"tree": "auto"},
-        "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
-        "fastmtp tree=8": {"tree": 8}, "fastmtp tree=auto": {"tree": "auto"},
-        "eagle3 k=3": {"k": 3}, "eagle3 k=auto": {"k": "auto"}, "eagle3 tree=60": {"tree": 60},
-        "hybrid k=3": {"k": 3}, "hybrid k=auto": {"k": "auto"},
-        "hybrid tree=auto": {"tree": "auto"},
-    }  # fmt: skip
-    method_of = {row: row.split()[0] for row in methods}
-    if args.methods is not None:
-        requested = {"autoregressive", *args.methods}
-        for row in filter(ANY_NUMBER.fullmatch, args.methods):
-            method, name, number = re.split("[ =]", row)
-            methods[row], method_of[row] = {name: int(number)}, method
-        if unknown := requested - set(method_of.values()) - methods.keys():
-            names = dict.fromkeys([*method_of.values(), *methods])
-            raise UserError(f"--methods {min(unknown)!r}: no such method or row of the table; "
-                            f"{suggestion(min(unknown), names)}")  # fmt: skip
-        method_of = {row: method for row, method in method_of.items() if {row, method} & requested}
-    drafters = drafters_of(args, model, tokenizer, set(method_of.values()))
-    for size in args.vocabulary_sizes:
-        subset = {"vocabulary": "none"} if size is None else {"size": size}
-        row = f"fastmtp k=3 of {size or 'all'}"
-        methods[row] = load_drafter("fastmtp", model, tokenizer, args.mtp, **subset) | {"k": 3}
-        method_of[row] = "fastmtp"
-    return {row: drafters[m] | methods[row] for row, m in method_of.items() if m in drafters}
-
-
-def drafters_of(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, methods: set[str]
-) -> Methods:
-    """Load what each of the methods drafts with, as its options. Methods with the same drafter
-    share it. Without --methods, leave out those whose drafter is not found."""
-    sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp,
-               "eagle3": args.eagle3}  # fmt: skip
-    loaded: Methods = {}
-    drafters: Methods = {}
-    for method in sorted(methods):
+    """The rows of --methods or, without it, those that the methods declare, except for those whose
+    drafter is not found. Rows with the same drafter share it."""
+    rows, loaded, found = requested_rows(args), {}, {}
+    for row, (method, options) in rows.items():
         try:
-            drafter = drafter_of(method, model, args.mtp, args.draft)
-            if drafter in sources and sources[drafter] is None:
-                sources[drafter] = find_drafter(drafter, model)
+            drafter = drafter_of(args, method, model, tokenizer, loaded)
         except UserError:
-            if args.methods or method == "fastmtp" and args.vocabulary_sizes:
+            if args.methods or args.vocabulary_sizes:
                 raise
             continue
-        if drafter in sources and drafter not in loaded:
-            loaded[drafter] = load_drafter(drafter, model, tokenizer, sources[drafter])
-        drafters[method] = loaded.get(drafter, {})
-    return drafters
+        found[row] = {"method": method.function} | drafter | options
+    for size in args.vocabulary_sizes:
+        subset = {"vocabulary": "none"} if size is None else {"size": size}
+        method, drafter = "fastmtp", load_drafter("mtp", model, tokenizer, args.mtp, **subset)
+        found[f"fastmtp k=3 of {size or 'all'}"] = {"method": method} | drafter | {"k": 3}
+    return found
+
+
+def requested_rows(args: argparse.Namespace) -> Rows:
+    """The rows of --methods, which names methods, their rows, or rows with any number."""
+    rows: Rows = {}
+    for method in map(find_method, METHODS):
+        rows |= declared_rows(method, args.k)
+    if args.methods is None:
+        return rows
+    chosen = dict(rows_named(PLAIN, rows, args.k))
+    for name in args.methods:
+        chosen |= rows_named(name, rows, args.k)
+    return chosen
+
+
+def declared_rows(method: Method, k: int) -> Rows:
+    """The rows that a method declares; with a draft model, `k` replaces the number of drafts."""
+    rows = {}
+    for options in method.bench:
+        if needs_draft(method) and isinstance(options.get("k"), int):
+            options = options | {"k": k}
+        values = ",".join(map(str, options.values()))
+        label = f" {next(iter(options))}={values}" if len(options) == 1 else f" ({values})"
+        rows[method.name + label * bool(options)] = method, options
+    return rows
+
+
+def needs_draft(method: Method) -> bool:
+    return method.options.get("draft", (None, None))[1] is Parameter.empty
+
+
+def rows_named(name: str, rows: Rows, k: int) -> Rows:
+    """The row of this name, all rows of the method of this name, or one with any number."""
+    if name in rows:
+        return {name: rows[name]}
+    if match := ANY_NUMBER.fullmatch(name):
+        method, option = find_method(match[1]), match[2]
+        if option in method.options and method.options[option][0].kind in ("number", "paths"):
+            return {name: (method, {option: int(match[3])})}
+    elif name in METHODS or ":" in name:
+        return declared_rows(find_method(name), k)
+    names = dict.fromkeys([*METHODS, *rows])
+    raise UserError(f"--methods {name!r}: no such method or row of the table; "
+                    f"{suggestion(name, names)}")  # fmt: skip
+
+
+def drafter_of(
+    args: argparse.Namespace, method: Method, model: Transformer, tokenizer: Tokenizer,
+    loaded: dict[str, dict],
+) -> dict:  # fmt: skip
+    """What a method drafts with, as its options: from the flags or from next to the model. Adds to
+    `loaded` what comes from each folder."""
+    sources = {folder: getattr(args, flag[2:]) for folder, (_, flag) in FLAGS.items()}
+    weights = {name: option.folder for name, option in method.of_kind("weights").items()}
+    given = {name: folder for name, folder in weights.items() if sources[folder] is not None}
+    if any(method.options[name][1] is not Parameter.empty for name in given):
+        given = dict([*given.items()][:1])  # one is enough
+    drafter = {}
+    for folder in (given | missing_drafters(method, model, given)).values():
+        if folder not in loaded:
+            loaded[folder] = load_drafter(folder, model, tokenizer, sources[folder])
+        drafter |= loaded[folder]
+    return drafter
+
+
+def methods_of_flags() -> dict[str, tuple[str, ...]]:
+    """For each flag of what drafts, and for --k, the methods that it applies to."""
+    methods, flags = list(map(find_method, METHODS)), {}
+    for folder, (_, flag) in FLAGS.items():
+        flags[flag] = tuple(m.name for m in methods
+                            if any(o.folder == folder for o in m.of_kind("weights").values()))
+    return flags | {flag_name("k"): tuple(m.name for m in methods if needs_draft(m))}

@@ -21,13 +21,20 @@ from minispec.certify.functions.checks import (
     Limits,
     check_implementation,
 )
-from minispec.certify.functions.decoder import load_implementation
 from minispec.certify.methods.checks import CHECKS
 from minispec.certify.servers.checks import REQUESTS, SERVER_CHECKS, check_server
 from minispec.certify.servers.context import precision
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, write_text
-from minispec.cli import OutputFile, OutputFolder, Parser, Source, UserError, number
+from minispec.cli import (
+    OutputFile,
+    OutputFolder,
+    Parser,
+    Source,
+    UserError,
+    import_function,
+    number,
+)
 from minispec.remote.client import Server, keys_in
 
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
@@ -119,8 +126,8 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
         limits = replace(THOROUGH if args.thorough else Limits(), **chosen)
         baseline = None
         if args.baseline is not None:
-            baseline = load_implementation(args.baseline, "--baseline")
-        impl = load_implementation(args.impl)
+            baseline = import_function(args.baseline, "--baseline")
+        impl = import_function(args.impl)
         return check_implementation(impl, args.only or "", args.checks, limits, baseline, folder)
     return (verdict for name in args.checks for verdict in CHECKS[name]())
 

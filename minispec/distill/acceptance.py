@@ -15,7 +15,7 @@ from minispec.distill.mtp import MTPLoss, measure
 
 
 def run(args: argparse.Namespace) -> None:
-    target, folder, drafter, rows = load_for_measuring(args, "fastmtp")
+    target, folder, drafter, rows = load_for_measuring(args, "mtp")
     head, vocabulary = drafter["head"], drafter.get("vocabulary")
     subset = vocabulary and vocabulary.select([])
     loss = partial(MTPLoss, head, target, steps=args.k, beta=1.0, aligned=True, vocabulary=subset)

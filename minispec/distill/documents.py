@@ -40,15 +40,18 @@ def weights_digest(model: Transformer) -> str:
 
 
 def load_for_measuring(
-    args: argparse.Namespace, method: str, dtype: str = "float32"
+    args: argparse.Namespace, kind: str, dtype: str = "float32"
 ) -> tuple[Transformer, Path, dict, list[dict]]:
-    """The target, the folder of --heads, the heads as arguments of `method`, and the documents of
-    --generated that training on them would hold out."""
+    """The target, the folder of --heads, the heads (of this `kind`, see load_drafter) as arguments
+    of a method, and the documents of --generated that training on them would hold out."""
     target, tokenizer = load_target(args, dtype)
-    folder = Path(args.heads or find_drafter(method, target))
+    found = args.heads or find_drafter(kind, target)
+    if found is None:
+        raise UserError(f"there is no folder {kind} next to {target.source}; use --heads")
+    folder = Path(found)
     if not folder.is_dir():
         raise UserError(f"--heads {folder}: must be a directory, to save the result in")
-    drafter = load_drafter(method, target, tokenizer, folder)
+    drafter = load_drafter(kind, target, tokenizer, folder)
     held_out = read_split(args.generated, target, tokenizer)[1]
     return target, folder, drafter, select_labelled(held_out, target.config.context, "measure on")
 

@@ -13,51 +13,49 @@ from minispec import cli, distributed
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import OutputFile, Parser, Source, UserError, comma_separated, flag_name, number
+from minispec.cli import (
+    OutputFile,
+    Parser,
+    Source,
+    UserError,
+    comma_separated,
+    flag_name,
+    number,
+    suggestion,
+)
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
 from minispec.generate import drafters
-from minispec.generate.api import METHODS, MIN_VALUES, stream, unlisted_eos_warning
+from minispec.generate.api import stream, unlisted_eos_warning
 from minispec.generate.run import StopConditions
 from minispec.generate.terminal import chat, show
 from minispec.generate.view import write_page
+from minispec.methods import METHODS, find_method
+from minispec.methods.declaration import Method
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
-
-
-def parse_k(text: str) -> int | str:
-    return text if text == "auto" else number(MIN_VALUES["k"])(text)
+from minispec.verify import RULES
 
 
 def parse_ids(text: str) -> list[int]:
     return [number(0)(part) for part in comma_separated(text)] if text.strip() else []
 
 
-METHODS_WITH_LM_HEAD = "medusa", "medusa-typical", "fastmtp", "hybrid"  # of the target
-METHODS_WITH_HEADS = *METHODS_WITH_LM_HEAD, "eagle3"
+def option_flags() -> dict[str, dict[str, str]]:
+    """The flags of all methods' options: for each, the help by method."""
+    flags: dict[str, dict[str, str]] = {}
+    for method in map(find_method, METHODS):
+        for name, (option, _) in method.options.items():
+            if option.help:
+                flags.setdefault(option.flag or name, {})[method.name] = option.help
+        if method.of_kind("vocabulary"):
+            text = "maximum number of tokens per language"
+            flags.setdefault("vocabulary_size", {})[method.name] = text
+    return flags
 
-# method-specific flags: the methods they apply to, the type of the value, help
-METHOD_FLAGS = {
-    "draft": (("speculative", "hybrid"), Source,
-              "draft model (default: the one next to the model)"),
-    "draft_temperature": (("speculative", "fastmtp", "hybrid", "eagle3"), number(0, kind=float),
-                          "temperature of the drafts"),
-    "k": (("speculative", "prompt-lookup", "fastmtp", "hybrid", "eagle3"), parse_k,
-          "drafts per round, or auto"),
-    "heads": (METHODS_WITH_HEADS, Source, "directory, file or hub id (default: next to the model)"),
-    "tree": (METHODS_WITH_HEADS, Source, "node count or auto; for medusa, also a published name "
-             "or JSON file"),
-    "vocabulary": (METHODS_WITH_LM_HEAD, Source, "file of `distill vocabulary`, .pt file or none"),
-    "vocabulary_size": (METHODS_WITH_LM_HEAD, number(1), "maximum number of tokens per language"),
-    "block": (("jacobi",), number(MIN_VALUES["block"]), "number of tokens guessed at once"),
-    "window": (("lookahead",), number(MIN_VALUES["window"]), "W, number of columns of the window"),
-    "ngram": (("lookahead", "prompt-lookup"), number(MIN_VALUES["ngram"]),
-              "N, length of the n-grams; for prompt-lookup, of the longest match"),
-    "guesses": (("lookahead",), number(MIN_VALUES["guesses"]), "G, guesses verified per pass"),
-    "pool_from_prompt": (("lookahead",), None, "add the n-grams of prompt and output to the pool"),
-}  # fmt: skip
 
-# flags passed to the method unchanged
-PASSED_ON = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"
+def flag_of(method: Method, name: str) -> str:
+    """The flag of a method's option."""
+    return method.options[name][0].flag or name
 
 
 def parser() -> Parser:
@@ -66,14 +64,20 @@ def parser() -> Parser:
     prompt.add_argument("prompt", nargs="?", help="text to continue (default: stdin)")
     prompt.add_argument("--prompt-ids", type=parse_ids, help="the prompt as token ids: 1,2,3")
     prompt.add_argument("--prompt-file", type=Source, help="a UTF-8 file containing the prompt")
-    p.add_argument("--method", default="autoregressive", choices=METHODS, metavar="M",
-                   help=f"{', '.join(METHODS)} (default: %(default)s)")
+    p.add_argument("--method", default="autoregressive", type=Source, metavar="M",
+                   help=f"{', '.join(METHODS)}, or your own: file.py:function "
+                   "(default: %(default)s)")  # fmt: skip
     p.add_argument("--model", type=Source,
                    help="directory, hub id or .gguf (default: the toy, if shipped, else SmolLM2)")
     specific = p.add_argument_group("method-specific options")
-    for name, (methods, kind, help) in METHOD_FLAGS.items():
-        settings = {"type": kind} if kind else {"action": "store_const", "const": True}
-        specific.add_argument(flag_name(name), **settings, help=f"{', '.join(methods)}: {help}")
+    for name, helps in option_flags().items():
+        switch = find_method(next(iter(helps))).options.get(name, (None, 0))[1] is False
+        settings = {"action": "store_const", "const": True} if switch else {"type": Source}
+        texts = {text: ", ".join(m for m in helps if helps[m] == text) for text in helps.values()}
+        help = "; ".join(f"{methods}: {text}" for text, methods in texts.items())
+        specific.add_argument(flag_name(name), **settings, help=help)
+    specific.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
+                          help="any option of the method, by its name in Python (repeatable)")
     p.add_argument("--chat", action="store_true",
                    help="hold a conversation: the prompt, if any, then one turn per line of stdin")
     p.add_argument("--system", help="system message for --chat")
@@ -106,15 +110,18 @@ def parser() -> Parser:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Reject invalid combinations before any weights are read."""
-    for name, (methods, _, _) in METHOD_FLAGS.items():
-        if getattr(args, name) is not None and args.method not in methods:
-            raise UserError(
-                f"{flag_name(name)} is for --method {', '.join(methods)}, not for {args.method}"
-            )
+    args.method = find_method(args.method)
+    own = {flag_of(args.method, name): name for name in args.method.options}
+    own |= {"vocabulary_size": ""} if "vocabulary" in own else {}
+    for name, helps in option_flags().items():
+        if getattr(args, name) is not None and name not in own:
+            raise UserError(f"{flag_name(name)} is for --method {', '.join(helps)}, not for "
+                            f"{args.method.name}")  # fmt: skip
+    args.options = parse_options(args)
     if args.k is not None and args.tree is not None:
         raise UserError("--k drafts a chain and --tree a tree; choose one")
-    if args.tree is not None and args.method in ("fastmtp", "eagle3", "hybrid"):
-        drafters.read_tree_option(args.tree, {})
+    if args.verify not in (None, "tokens") and args.tree is not None:
+        raise UserError("--verify block is for chains, not for a --tree")
     if args.draft_temperature is not None and args.tree is not None:
         raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")
     StopConditions(args.max_new_tokens, tuple(args.stop))
@@ -155,9 +162,10 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         model, tokenizer = load(args.model, args.dtype, args.device)
         if not args.json or args.chat:
             require_tokenizer(tokenizer, model.source, "use --json, which prints token ids")
-        drafter = method_options(args, model, tokenizer)
-    names = "method", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos"
+        drafter = args.options | drafting_options(args, model, tokenizer)
+    names = "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos"
     options = {name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)}
+    options["method"] = args.method.function
     options["randomness"] = Seeded(args.seed)  # shared by all turns of a chat
     options |= drafter
     for network in (model, options.get("draft")):
@@ -191,21 +199,55 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     return sys.stdin.read().removesuffix("\n")
 
 
-def method_options(
+def parse_options(args: argparse.Namespace) -> dict:
+    """The options of the method that need no model: from its flags and from --option."""
+    given = {}
+    for name, (option, _) in args.method.options.items():
+        text = getattr(args, flag_of(args.method, name), None)
+        if text is not None and option.kind in ("number", "paths", "sampling", "rule"):
+            given[name] = flag_name(flag_of(args.method, name)), text
+    for pair in args.option:
+        name, equals, text = pair.partition("=")
+        name = name.replace("-", "_")
+        if not equals or args.method.options.get(name, [None])[0] is None:
+            names = args.method.options
+            raise UserError(f"--option {pair}: {args.method.name} has no such option; "
+                            f"{suggestion(name, names)}")  # fmt: skip
+        given[name] = f"--option {name}", text
+    return {name: parse_option(args, name, *given[name]) for name in given}
+
+
+def parse_option(args: argparse.Namespace, name: str, flag: str, text: str | bool) -> object:
+    """The value of an option that was written as `text`, after the `flag`."""
+    option, default = args.method.options[name]
+    try:
+        if text is True or option.kind == "number":
+            return text if text is True else option.parse(text, default)
+        if option.kind == "paths":
+            return drafters.read_paths(text)
+        if option.kind == "sampling":
+            return Sampling(number(0, kind=float)(text), args.top_k, args.top_p)
+        if option.kind == "rule" and text in RULES:
+            return RULES[text]
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{flag} {error}") from None
+    advice = f"choose from {', '.join(RULES)}" if option.kind == "rule" else "it has its own flag"
+    raise UserError(f"{flag} {text}: {advice}")
+
+
+def drafting_options(
     args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
 ) -> dict:
-    """The method's own options, including its draft or heads, which are loaded here."""
-    options = {name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None}
-    if args.draft_temperature is not None:
-        options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
-    method = drafters.drafter_of(args.method, model, args.heads, args.draft)
-    if method in drafters.REQUIRED_DRAFTERS:
-        source = args.heads if args.draft is None else args.draft
-        vocabulary = args.vocabulary, args.vocabulary_size
-        options |= drafters.load_drafter(method, model, tokenizer, source, *vocabulary)
-    if args.tree is not None:
-        options["tree"] = drafters.read_tree_option(args.tree, options)
-    return options
+    """What the method drafts with, from its flags or from next to the model."""
+    weights = args.method.of_kind("weights")
+    sources = {name: getattr(args, flag_of(args.method, name)) for name in weights}
+    sources = {name: source for name, source in sources.items() if source is not None}
+    folders = {name: weights[name].folder for name in sources}
+    loaded, size = {}, args.vocabulary_size and number(1)(args.vocabulary_size)
+    for name, folder in (folders | drafters.missing_drafters(args.method, model, sources)).items():
+        words = () if folder == "draft" else (args.vocabulary, size)
+        loaded |= drafters.load_drafter(folder, model, tokenizer, sources.get(name), *words)
+    return loaded
 
 
 if __name__ == "__main__":

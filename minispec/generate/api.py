@@ -2,8 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from numbers import Integral
+from collections.abc import Callable, Iterable
 from operator import index
 from reprlib import repr as brief
 
@@ -13,65 +12,37 @@ from minispec import distributed
 from minispec.cache import KVCache
 from minispec.checkpoints.load import require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, suggestion, to_number, user_error
+from minispec.cli import UserError, user_error
 from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
-from minispec.methods.autoregressive import autoregressive
-from minispec.methods.eagle3 import eagle3
-from minispec.methods.fastmtp import RecurrentHead, fastmtp
-from minispec.methods.hybrid import hybrid
-from minispec.methods.lookahead import check_block, check_window, jacobi, lookahead
-from minispec.methods.medusa import checked_tree, medusa, medusa_typical
-from minispec.methods.prompt_lookup import prompt_lookup
-from minispec.methods.speculative import speculative
+from minispec.methods import find_method
+from minispec.methods.declaration import Method, Option
+from minispec.methods.fastmtp import RecurrentHead
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, Seeded
-from minispec.tree import Step
-
-METHODS: dict[str, Callable[..., Iterator[Step]]] = {
-    "autoregressive": autoregressive,
-    "speculative": speculative,
-    "prompt-lookup": prompt_lookup,
-    "medusa": medusa,
-    "medusa-typical": medusa_typical,
-    "jacobi": jacobi,
-    "lookahead": lookahead,
-    "fastmtp": fastmtp,
-    "eagle3": eagle3,
-    "hybrid": hybrid,
-}
 
 SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
 CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
 
-ADAPTIVE = "k", "lookup_k", "tree"  # numbers that may be "auto" or a policy
-# the smallest value of each numeric option
-MIN_VALUES = {"k": 1, "lookup_k": 1, "tree": 0, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
-REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
-    "draft": "new_cache", "heads": "__call__", "head": "drafter", "vocabulary": "select",
-    "draft_sampling": "top_p",
-}  # fmt: skip
-
-
 def stream(
     model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int],
-    method: str = "autoregressive", *, max_new_tokens: int = 200, temperature: float = 0.0,
-    top_k: int = 0, top_p: float = 1.0, seed: int = 0, randomness: Randomness | None = None,
-    stop: str | tuple[str, ...] = (), ignore_eos: bool = False, cache: KVCache | None = None,
-    **options,
+    method: str | Callable = "autoregressive", *, max_new_tokens: int = 200,
+    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+    randomness: Randomness | None = None, stop: str | tuple[str, ...] = (),
+    ignore_eos: bool = False, cache: KVCache | None = None, **options,
 ) -> Run:  # fmt: skip
     """Start a run; iterate over it to get text as it is generated.
 
-    `prompt` is text or token ids. `options` are passed to the method. If it needs a draft or heads
-    and none are passed, they are loaded from next to the model; "auto" for k, lookup_k or tree
-    becomes a policy for this machine. A `cache` must hold a proper prefix of the prompt. It ends up
+    `prompt` is text or token ids. `method` is a name, `file.py:function`, or a function like those
+    in METHODS. `options` are passed to it. If it needs a draft or heads and none are passed, they
+    are loaded from next to the model; "auto" for k, lookup_k or tree becomes a policy for this
+    machine. A `cache` must hold a proper prefix of the prompt. It ends up
     holding prompt and output except for the last token; the run ends when they fill its capacity
     (at most the context). For the next turn of a conversation, pass the same cache again, and the
     draft's or head's as draft_cache or head_cache. A surrounding autocast is ignored: the model's
     dtype is used. Raises UserError for invalid arguments.
     """
-    if not isinstance(method, str) or method not in METHODS:
-        raise UserError(f"unknown method {method!r}; {suggestion(str(method), METHODS)}")
+    method = find_method(method)
     check_objects(model, tokenizer, randomness)
     randomness = Seeded(seed) if randomness is None else randomness
     sampling = Sampling(temperature, top_k, top_p)
@@ -89,18 +60,21 @@ def stream(
         options = with_drafter(method, model, tokenizer, options)
         options = with_policies(method, model, validate_options(method, options))
     check_sizes(method, model, len(ids), cache, options)
-    steps = METHODS[method](model, ids, sampling, randomness, cache=cache, **options)
+    steps = method.function(model, ids, sampling, randomness, cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
     modules = (value for value in options.values() if isinstance(value, torch.nn.Module))
     extra = sum(map(distributed.count_whole, modules))
-    kept = cache, options.get("draft_cache"), options.get("head_cache")
+    kept = cache, *(options.get(name) for name in method.of_kind("cache"))
     caches = [value for value in kept if value is not None]
-    return Run(method, ids, steps, caches, sampling, conditions, stop_ids, decoder, extra)
+    return Run(
+        method.name, ids, steps, caches, sampling, conditions, stop_ids, decoder, extra,
+        lossless=method.lossless,
+    )  # fmt: skip
 
 
 def decode(
     model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int],
-    method: str = "autoregressive", **options,
+    method: str | Callable = "autoregressive", **options,
 ) -> Run:  # fmt: skip
     """Run `stream` to its end. The run has .text, .tokens, .finish_reason and .stats."""
     run = stream(model, tokenizer, prompt, method, **options)
@@ -168,57 +142,33 @@ def check_cache(
         )
 
 
-def validate_options(method: str, options: dict) -> dict:
+def validate_options(method: Method, options: dict) -> dict:
     """The method's options, with numbers as Python's own. Raises UserError for unknown options,
     wrong types and numbers that are too small."""
-    signature = inspect.signature(METHODS[method])
-    with user_error(method):
-        signature.bind(None, None, None, None, cache=None, **options)
+    with user_error(method.name):
+        inspect.signature(method.function).bind(None, None, None, None, cache=None, **options)
     valid = {}
     for name, value in options.items():
-        with user_error(f"{method}: {name} {brief(value)}"):
-            valid[name] = validate_option(name, value, signature.parameters[name].default)
+        option, default = method.options.get(name, (Option(), None))
+        with user_error(f"{method.name}: {name} {brief(value)}"):
+            valid[name] = option.check(value, default)
     return valid
 
 
-def validate_option(name: str, value: object, default: object) -> object:
-    """The value of an option, which must have the type of its default."""
-    if isinstance(default, float):
-        return to_number(value, float)
-    if isinstance(default, int):
-        is_policy = value == "auto" or hasattr(value, "choose")
-        if name in ADAPTIVE and is_policy and not isinstance(value, Integral):  # NumPy's can choose
-            return value
-        number = to_number(value, int)
-        if number < MIN_VALUES.get(name, number):
-            raise UserError(f"must be at least {MIN_VALUES[name]}")
-        return number
-    if value is not None and not hasattr(value, REQUIRED_ATTRIBUTES.get(name, "__class__")):
-        raise UserError(f"has the wrong type, {type(value).__name__}")
-    return value.tolist() if name == "tree" and hasattr(value, "tolist") else value
-
-
 def check_sizes(
-    method: str, model: Transformer, prompt_length: int, cache: KVCache, options: dict
+    method: Method, model: Transformer, prompt_length: int, cache: KVCache, options: dict
 ) -> None:
     """Reject sizes that do not fit the model, the cache or each other. The method itself, being a
     generator, would only check them at its first step."""
-    parameters = inspect.signature(METHODS[method]).parameters.values()
-    sizes = {parameter.name: parameter.default for parameter in parameters} | options
-    if method == "jacobi":
-        check_block(sizes["block"], model)
-    elif method == "lookahead":
-        check_window(sizes["window"], sizes["ngram"], cache.capacity)
-    elif method in ("medusa", "medusa-typical"):
-        checked_tree(model, sizes["heads"], sizes["tree"], sizes["vocabulary"])
-    for name in "draft", "head":
-        if sizes.get(f"{name}_cache") is not None:
-            if sizes[name] is None:
-                raise UserError(f"{method}: {name}_cache is for a {name}; pass {name}=, too")
-            caches = sizes[f"{name}_cache"], sizes[name]
-            check_cache(*caches, prompt_length, cache.capacity, sys.maxsize)
-    if sizes.get("head") is not None:
-        sizes["head"].vocabulary(model, sizes.get("vocabulary"))
+    sizes = {name: default for name, (_, default) in method.options.items()} | options
+    for check in method.checks:
+        check(model, cache, sizes)
+    for name, kept in ((name, sizes[name]) for name in method.of_kind("cache")):
+        drafter = name.removesuffix("_cache")
+        if kept is not None:
+            if sizes.get(drafter) is None:
+                raise UserError(f"{method.name}: {name} is for a {drafter}; pass {drafter}=, too")
+            check_cache(kept, sizes[drafter], prompt_length, cache.capacity, sys.maxsize)
 
 
 def unlisted_eos_warning(

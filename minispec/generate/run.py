@@ -14,8 +14,6 @@ from minispec.cli import UserError
 from minispec.sampling import Sampling
 from minispec.tree import Step, Tree
 
-LOSSY = ("medusa-typical",)  # every other method keeps the distribution of plain decoding
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -66,6 +64,7 @@ class Run:
     stop_ids: list[int]  # ids of stop strings that are control tokens, which have no text
     decoder: TextStream | None
     extra_parameters: int
+    lossless: bool = True  # the method keeps the distribution of plain decoding
     user: object = field(default_factory=object, repr=False)  # marks its caches
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # the new text that each token completed
@@ -179,7 +178,7 @@ class Run:
             "tokens_per_second": new / self.decode_seconds if self.decode_seconds else 0.0,
             "extra_parameters": self.extra_parameters,
             "dtype": self.dtype,
-            "lossless": self.method not in LOSSY,
+            "lossless": self.lossless,
             **asdict(self.sampling),
         }
 

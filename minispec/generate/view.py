@@ -5,7 +5,6 @@ by pass.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from minispec.generate.run import Chunk, Run
 from minispec.model import Transformer
 from minispec.sampling import Sampling, probs
 from minispec.tree import Step
-from minispec.verify import residual
 
 TOP_TOKENS = 8  # how many tokens of a distribution the page shows
 TEMPLATE = Path(__file__).with_name("view.html")
@@ -92,14 +90,14 @@ def trace(model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str) 
     rows = len(run.prompt) + sum(len(step.tokens) + len(step.tree) for step in run.rounds)
     cache = model.new_cache(min(rows, model.config.context))
     model.prefill(run.prompt[:-1], cache)
-    passes, emitted, lossless, used = [], 0, run.stats["lossless"], set(run.prompt)
+    passes, emitted, used = [], 0, set(run.prompt)
     for step in run.rounds:
         before = cache.length
         logits = model.logits(model(step.tree.tokens, cache, step.tree.depth, step.tree.mask)[0])
         cache.commit(step.path)
         texts = run.texts[emitted : emitted + len(step.tokens)]
         emitted += len(texts)
-        entry = step_data(logits, step, run.sampling, lossless) | {
+        entry = step_data(logits, step, run.sampling) | {
             "rows": before,
             "tokens": step.tokens,
             "emitted": len(texts),  # fewer than `tokens` if the run ended inside this step
@@ -118,19 +116,15 @@ def trace(model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str) 
     }
 
 
-def step_data(logits: Tensor, step: Step, sampling: Sampling, lossless: bool) -> dict:
+def step_data(logits: Tensor, step: Step, sampling: Sampling) -> dict:
     """A step's tree and the numbers behind its path. For node i, probs[i] has the likeliest tokens
     of the target's distribution after it (at temperature 0, the one at temperature 1 is shown), and
     entropy[i] is its entropy. p[i] and q[i] are the probabilities of the node's own token under
-    target and draft (q is None if one-hot). chance[i] is the probability that `accept` accepts the
-    node, if it tried it, and `drawn` that of the fresh token (None: not known)."""
+    target and draft (q is None if one-hot). chance[i] is what the rule reported for the node, if it
+    tried it, and `drawn` the probability of the fresh token (None: not known)."""
     tree = step.tree
     target = probs(logits, sampling)
     shown = target if sampling.temperature > 0 else probs(logits, Sampling(1.0))
-    if lossless or sampling.temperature == 0:
-        chances, last = replay_acceptance(target, step)
-    else:  # typical acceptance, our only lossy rule, equals `accept` only at temperature 0
-        chances, last = [None] * len(tree), target[step.path[-1]]
     top = shown.topk(min(TOP_TOKENS, shown.shape[-1])).indices.tolist()
     top_pairs = []  # per node: the likeliest tokens after it, its children, the fresh token
     for i, p in enumerate(shown):
@@ -146,30 +140,21 @@ def step_data(logits: Tensor, step: Step, sampling: Sampling, lossless: bool) ->
         "entropy": [rounded(h) for h in torch.special.entr(shown).sum(-1).tolist()],
         "p": [rounded(shown[i, x]) for i, x in zip(parents, tree.tokens)],
         "q": [None if q is None else rounded(q[x]) for q, x in zip(drafts, tree.tokens)],
-        "chance": chances,
-        "drawn": None if last is None else rounded(last[step.tokens[-1]]),
-    }
+        "chance": [rounded(step.chances[i]) if i in step.chances else None
+                   for i in range(len(tree))],
+        "drawn": drawn_from_the_rest(target[step.path[-1]], step),
+    }  # fmt: skip
 
 
-def replay_acceptance(
-    target: Sequence[Tensor], step: Step
-) -> tuple[list[float | None], Tensor | None]:
-    """Repeat the walk of `accept` with its known outcome. Return the chance min(1, p / q) of every
-    node it tried, where p is the target's distribution after earlier rejections; and the last p.
-    After the rejection of a sampled draft, p is not known, as a run does not keep all of q."""
-    tree = step.tree
-    chances: list[float | None] = [None] * len(tree)
-    for node in step.path:
-        p = target[node]
-        for child in tree.children(node):
-            x, q = tree.tokens[child], tree.drawn_from(child)
-            chances[child] = rounded(min(1.0, float(p[x]) / (1.0 if q is None else float(q[x]))))
-            if child in step.path:
-                break
-            p = residual(p, None, x) if q is None else None  # what is left of p needs all of q
-            if p is None:
-                break
-    return chances, p
+def drawn_from_the_rest(p: Tensor, step: Step) -> float | None:
+    """The probability of the fresh token in what is left of p (V,) after the rejected children of
+    the path's last node. None if one of them was sampled, as a run does not keep all of q."""
+    rejected = [i for i in step.tree.children(step.path[-1]) if i in step.chances]
+    if any(step.tree.drawn_from(i) is not None for i in rejected):
+        return None
+    rest = p.clone()
+    rest[step.tree.tokens_at(rejected)] = 0.0
+    return rounded(rest[step.tokens[-1]] / rest.sum())
 
 
 def rounded(x: float | Tensor) -> float:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 
 from minispec.cache import KVCache
+from minispec.methods.declaration import method
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, probs
 from minispec.tree import Step, Tree
-from minispec.verify import accept
+from minispec.verify import Rule, accept
 
 
+@method("autoregressive")
 def autoregressive(
     model: Transformer,
     prompt: list[int],
@@ -16,6 +18,7 @@ def autoregressive(
     randomness: Randomness,
     *,
     cache: KVCache | None = None,
+    rule: Rule = accept,
 ) -> Iterator[Step]:
     """Draw each token from the target's distribution, given all tokens before it.
 
@@ -28,7 +31,7 @@ def autoregressive(
     while True:
         tree = Tree.chain(tokens[-1], [])
         hidden = model(tree.tokens, cache)
-        path, next_token = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        path, next_token, *asked = rule(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
         tokens.append(next_token)
-        yield Step([next_token], tree, path)
+        yield Step([next_token], tree, path, *asked)

@@ -7,17 +7,28 @@ own output, before its norm, instead of the three. Its own lm_head has only the 
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.cli import UserError
-from minispec.methods.fastmtp import RecurrentHead, fastmtp
+from minispec.methods.declaration import (
+    Cache,
+    DraftSampling,
+    K,
+    Nodes,
+    Verify,
+    head_weights,
+    method,
+)
+from minispec.methods.fastmtp import HEAD_CASES, RecurrentHead, check_vocabulary, fastmtp
 from minispec.methods.vocabulary import SubsetIds, Vocabulary
 from minispec.model import Attention, Block, Config, ForwardContext, Rope, Transformer
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import NodePolicy, Policy, Step
+from minispec.tree import Step
+from minispec.verify import accept
 
 OWN_VOCABULARY = "an EAGLE-3 head has its own vocabulary; omit the other one"
 
@@ -96,16 +107,20 @@ class Eagle3Head(RecurrentHead, SubsetIds):
         return self.lm_head(self.norm(hidden))
 
 
+@method(
+    "eagle3", bench=[{"k": 3}, {"k": "auto"}, {"tree": 60}], cases=HEAD_CASES,
+    waits={"": (1, None), "tree": (2, 2)}, checks=(check_vocabulary,),
+)  # fmt: skip
 def eagle3(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: Eagle3Head, k: int | Policy = 3,
-    tree: int | NodePolicy = 0, draft_sampling: Sampling | None = None,
-    head_cache: KVCache | None = None,
+    cache: KVCache | None = None, head: Annotated[Eagle3Head, head_weights("eagle3")], k: K = 3,
+    tree: Nodes = 0, draft_sampling: DraftSampling = None, head_cache: Cache = None,
+    rule: Verify = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Draft with an EAGLE-3 head, in the loop of `fastmtp`: a chain of `k` tokens, or the paper's
     dynamic tree. The arguments are those of `fastmtp`, without a vocabulary, as the head has its
     own."""
     return fastmtp(
         model, prompt, sampling, randomness, cache=cache, head=head, k=k, tree=tree,
-        draft_sampling=draft_sampling, head_cache=head_cache,
+        draft_sampling=draft_sampling, head_cache=head_cache, rule=rule,
     )  # fmt: skip

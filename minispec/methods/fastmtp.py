@@ -7,17 +7,32 @@ position j, and predicts t_{j+2}. For further drafts, the head reads its own out
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
+from minispec.methods.declaration import (
+    Cache,
+    DraftSampling,
+    K,
+    Nodes,
+    Verify,
+    Words,
+    head_weights,
+    method,
+)
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import CHUNK, Block, Config, ForwardContext, Rope, Transformer, make_context
 from minispec.sampling import OneHot, Randomness, Sampling, draw, probs
-from minispec.tree import FixedK, NodePolicy, Policy, Step, Tree, node_policy
-from minispec.verify import accept
+from minispec.tree import FixedK, NodePolicy, Step, Tree, node_policy
+from minispec.verify import accept, accept_block
 
+HEAD_CASES = [  # to try, with any recurrent head
+    {"k": 1}, {"k": 2}, *({"k": k, "draft_sampling": Sampling()} for k in (1, 2, 3, 6)),
+    {"k": 2, "rule": accept_block}, {"k": "auto"}, {"tree": 1}, {"tree": 20}, {"tree": "auto"},
+]  # fmt: skip
 CHILDREN = 10  # candidates below each expanded node of a tree, as in EAGLE-2's code
 
 # ---- the head ------------------------------------------------------------------------------------
@@ -96,6 +111,9 @@ class MTPHead(RecurrentHead, Block):
         """`forward`, given the context of the pass."""
         pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # in this order
         return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), ctx))
+
+
+MTP = Annotated[RecurrentHead, head_weights("mtp")]
 
 
 class Drafter:
@@ -276,11 +294,22 @@ class Candidates:
 # ---- decoding ------------------------------------------------------------------------------------
 
 
+def check_vocabulary(model: Transformer, cache: KVCache, options: dict) -> None:
+    """Raise UserError if the head has a vocabulary of its own and another one was chosen."""
+    if options["head"] is not None:
+        options["head"].vocabulary(model, options.get("vocabulary"))
+
+
+@method(
+    "fastmtp", bench=[{"k": 2}, {"k": 3}, {"k": "auto"}, {"tree": 8}, {"tree": "auto"}],
+    cases=[*HEAD_CASES, {"k": 2, "vocabulary": "two"}, {"tree": 4, "vocabulary": "two"},
+           {"k": 2, "draft_sampling": Sampling(2.0), "vocabulary": "two"}],
+    waits={"": (1, None), "tree": (2, 2)}, checks=(check_vocabulary,),
+)  # fmt: skip
 def fastmtp(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: RecurrentHead, k: int | Policy = 3,
-    tree: int | NodePolicy = 0, vocabulary: Vocabulary | None = None,
-    draft_sampling: Sampling | None = None, head_cache: KVCache | None = None,
+    cache: KVCache | None = None, head: MTP, k: K = 3, tree: Nodes = 0, vocabulary: Words = None,
+    draft_sampling: DraftSampling = None, head_cache: Cache = None, rule: Verify = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Draft K = `k` tokens per round with one head (section 3 of the paper). `k` may be a policy
     that chooses K for each round (see adaptive). With a `tree`, draft a tree of that many nodes
@@ -310,14 +339,14 @@ def fastmtp(
         else:
             proposed = drafter.tree(tokens, nodes, free_rows, draft_head)
             hidden, p = score_tree(model, cache, proposed, sampling, layers)
-        path, next_token = accept(p, proposed, randomness)
+        path, next_token, *asked = rule(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
         # the head's own rows were scratch; rows made from the target's hidden states replace them
         drafter.receive(accepted_rows(hidden, path), new)
         (nodes or policy).observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         tokens += new
-        yield Step(new, proposed, path)
+        yield Step(new, proposed, path, *asked)
 
 
 def read_prompt(

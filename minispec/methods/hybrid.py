@@ -6,6 +6,7 @@ and draft models always have something to propose, at a cost per token.
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,21 +14,34 @@ from torch import Tensor
 from minispec.cache import KVCache
 from minispec.cli import UserError
 from minispec.methods.adaptive import UNTRIED_STEP, AdaptiveK
+from minispec.methods.declaration import (
+    Cache,
+    Draft,
+    DraftSampling,
+    K,
+    Nodes,
+    Option,
+    Verify,
+    Words,
+    method,
+)
 from minispec.methods.fastmtp import (
-    RecurrentHead,
+    MTP,
     accepted_rows,
+    check_vocabulary,
     read_prompt,
     score_chain,
     score_tree,
 )
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose, replace_unknown
-from minispec.methods.vocabulary import FullVocabulary, Vocabulary
+from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import FixedK, NodePolicy, Policy, Step, Tree, node_policy
-from minispec.verify import accept
+from minispec.tree import FixedK, Policy, Step, Tree, node_policy
+from minispec.verify import accept, accept_block
 
+LookupK = Annotated[int | Policy, Option("copies per round, or auto", least=1, auto="copies")]
 LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is more often right
 
 
@@ -59,13 +73,20 @@ class ModelDrafter:
         return torch.tensor([tokens[-1], *drafts]), draft_probs
 
 
+@method(
+    "hybrid", bench=[{"k": 3}, {"k": "auto"}, {"tree": "auto"}],
+    cases=[{"k": 1, "lookup_k": 2}, {"k": 2, "vocabulary": "two"}, {"draft_sampling": Sampling()},
+           {"k": 2, "rule": accept_block}, {"k": "auto", "lookup_k": "auto"}, {"tree": 6},
+           {"tree": "auto"}, {"draft": "other", "k": 2}, {"draft": "other", "k": "auto"},
+           {"head": "eagle3", "k": 2}],
+    waits={"": (1, None), "tree": (2, 2)}, checks=(check_vocabulary,),
+)  # fmt: skip
 def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: RecurrentHead | None = None,
-    draft: Transformer | None = None, k: int | Policy = 3, lookup_k: int | Policy = 6,
-    tree: int | NodePolicy = 0, vocabulary: Vocabulary | None = None,
-    draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
-    head_cache: KVCache | None = None,
+    cache: KVCache | None = None, head: MTP = None, draft: Draft = None, k: K = 3,
+    lookup_k: LookupK = 6, tree: Nodes = 0, vocabulary: Words = None,
+    draft_sampling: DraftSampling = None, draft_cache: Cache = None, head_cache: Cache = None,
+    rule: Verify = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
@@ -107,7 +128,7 @@ def hybrid(
                     tokens, n, draft_sampling or sampling, randomness, vocabulary.select(tokens)
                 )
             proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling, layers)
-        path, next_token = accept(p, proposed, randomness)
+        path, next_token, *asked = rule(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
         drafter.receive(accepted_rows(hidden, path), new)
@@ -123,7 +144,7 @@ def hybrid(
             used.observe(**outcome)
             unused.observe(drafted=0, accepted=0)
         tokens += new
-        yield Step(new, proposed, path)
+        yield Step(new, proposed, path, *asked)
 
 
 def copies(copied: list[int], tree: Tree, path: list[int]) -> tuple[int, int]:

@@ -9,23 +9,38 @@ iteration's trajectory: they are good guesses later, when their first token occu
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
 from minispec.cli import UserError
+from minispec.methods.declaration import Option, method
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, argmax, probs
 from minispec.tree import Step, Tree
-from minispec.verify import accept
+from minispec.verify import Rule, accept
+
+Block = Annotated[int, Option("number of tokens guessed at once", least=1)]
+Columns = Annotated[int, Option("W, number of columns of the window", least=1)]
+Ngram = Annotated[int, Option("N, length of the n-grams", least=1)]
+Guesses = Annotated[int, Option("G, guesses verified per pass", least=0)]
+FromPrompt = Annotated[bool, Option("add the n-grams of prompt and output to the pool")]
+SETTINGS = (  # W, N and G to try, from the smallest values up
+    (1, 2, 0), (1, 2, 1), (3, 2, 2), (1, 3, 2), (3, 3, 3), (2, 4, 1), (5, 4, 5), (10, 5, 10),
+)  # fmt: skip
 
 # ---- Jacobi decoding -----------------------------------------------------------------------------
 
 
+@method(
+    "jacobi", cases=[{"block": 3}, {"block": 1}, {"block": 9}],
+    checks=(lambda model, cache, options: check_block(options["block"], model),),
+)  # fmt: skip
 def jacobi(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, block: int = 8,
+    cache: KVCache | None = None, block: Block = 8, rule: Rule = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Guess `block` tokens, then replace each with the model's prediction until they stop changing.
 
@@ -42,14 +57,14 @@ def jacobi(
     while True:
         tree = Tree.chain(tokens[-1], guess[: cache.free_rows - 1])
         target = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
-        path, next_token = accept(target, tree, randomness)
+        path, next_token, *asked = rule(target, tree, randomness)
         cache.commit(path)
         # node i predicts the token after it; later predictions are the next guess
         predicted = argmax(target)[len(path) :]
         guess = predicted + guess[len(predicted) :]
         new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
-        yield Step(new, tree, path)
+        yield Step(new, tree, path, *asked)
 
 
 def check_block(block: int, model: Transformer) -> None:
@@ -163,10 +178,17 @@ class Pool:
 # ---- lookahead decoding --------------------------------------------------------------------------
 
 
+@method(
+    "lookahead",
+    cases=[{"window": w, "ngram": n, "guesses": g, "pool_from_prompt": pool}
+           for w, n, g in SETTINGS for pool in (False, True)],
+    bench=[{"window": n, "ngram": 4 + (n > 5), "guesses": n} for n in (5, 10, 15)],
+    checks=(lambda _, cache, o: check_window(o["window"], o["ngram"], cache.capacity),),
+)  # fmt: skip
 def lookahead(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, window: int = 5, ngram: int = 4, guesses: int = 5,
-    pool_from_prompt: bool = False,
+    cache: KVCache | None = None, window: Columns = 5, ngram: Ngram = 4, guesses: Guesses = 5,
+    pool_from_prompt: FromPrompt = False, rule: Rule = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Fu et al. 2024, algorithms 2 to 4: W = `window`, N = `ngram`, G = `guesses`.
 
@@ -184,8 +206,8 @@ def lookahead(
     while True:
         tree = Tree.merged(tokens[-1], pool.after(tokens[-1])).first(cache.free_rows)
         rows = branch.rows
-        path, next_token, predicted = score_and_accept(
-            model, cache, tree, branch, sampling, randomness
+        (path, next_token, *asked), predicted = score_and_accept(
+            model, cache, tree, branch, sampling, randomness, rule
         )
         if predicted:
             for gram in branch.advance(tokens[-1], predicted):
@@ -194,15 +216,15 @@ def lookahead(
         tokens += new
         if pool_from_prompt:
             pool.add_all(tokens, ngram, len(new))
-        yield Step(new, tree, path, rows if predicted else [])
+        yield Step(new, tree, path, *asked, window=rows if predicted else [])
 
 
 def score_and_accept(
     model: Transformer, cache: KVCache, tree: Tree, window: Window | None, sampling: Sampling,
-    randomness: Randomness,
-) -> tuple[list[int], int, list[int]]:  # fmt: skip
-    """Score, accept and commit. Returns the path, the next token, and the window's next row (empty
-    if the window no longer fits into the cache)."""
+    randomness: Randomness, rule: Rule,
+) -> tuple[tuple, list[int]]:  # fmt: skip
+    """Score, accept and commit. Returns what the rule returns, and the window's next row (empty if
+    the window no longer fits into the cache)."""
     if window and len(tree) + len(window.tokens) > cache.free_rows:
         window = None
     depth, mask = combined_mask(tree, window)
@@ -210,9 +232,9 @@ def score_and_accept(
     n, last = len(tree), window.predicting_rows(len(tree)) if window else []
     # of the window, only the last row is needed
     target = probs(model.logits(hidden[[*range(n), *last]] if last else hidden[:n]), sampling)
-    path, next_token = accept(target, tree, randomness)
-    cache.commit(path)
-    return path, next_token, argmax(target)[n:]
+    outcome = rule(target, tree, randomness)
+    cache.commit(outcome[0])
+    return outcome, argmax(target)[n:]
 
 
 def check_window(window: int, ngram: int, capacity: int) -> None:

@@ -6,8 +6,9 @@ model's lm_head predicts token t + 1; the token drawn there is the root of the n
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from numbers import Integral
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +16,23 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.cli import UserError
+from minispec.methods.declaration import Option, Paths, Words, head_weights, method
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
 from minispec.tree import RankPath, Step, Tree, TreePolicy
-from minispec.verify import accept
+from minispec.verify import Rule, accept
 
 RANKS = 10  # candidates per head that a tree may choose from, as in the published trees
 MAX_PATHS = 4096  # per tree; a larger tree never pays off
 UNSHARED = ("a vocabulary works only with heads that share the target's lm_head; these have their "
             "own projections")  # fmt: skip
-AcceptanceRule = Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]]
+TREES = [  # to try
+    {"tree": []}, {"tree": [(0, 0, 0)]}, {"tree": [(0,), (1,), (2,)]}, {"tree": "auto"},
+    {"tree": [(0, 0, 0, 0), (1, 1), (0, 1)]}, {"tree": [(0, 0), (1,), (2, 1)], "vocabulary": "two"},
+]  # fmt: skip
+Epsilon = Annotated[float, Option("ε of typical acceptance", least=0)]
+Delta = Annotated[float, Option("δ of typical acceptance", least=0)]
 
 # ---- heads ---------------------------------------------------------------------------------------
 
@@ -69,6 +76,9 @@ class MedusaHeads(nn.ModuleList):
         return draft_head.logits(outputs) if self.shared else outputs
 
 
+Heads = Annotated[MedusaHeads, head_weights("medusa")]
+
+
 def new_heads(heads: int, layers: int, model: Transformer, shared: bool) -> MedusaHeads:
     """New heads, each initialised to predict exactly what lm_head predicts."""
     config = model.config
@@ -83,10 +93,17 @@ def new_heads(heads: int, layers: int, model: Transformer, shared: bool) -> Medu
 # ---- decoding ------------------------------------------------------------------------------------
 
 
+def check_tree(model: Transformer, cache: KVCache, options: dict) -> None:
+    checked_tree(model, options["heads"], options["tree"], options["vocabulary"])
+
+
+@method(
+    "medusa", cases=TREES, bench=[{}, {"tree": "auto"}], waits={"": (2, 2)}, checks=(check_tree,)
+)
 def medusa(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, heads: MedusaHeads,
-    tree: list[RankPath] | TreePolicy | None = None, vocabulary: Vocabulary | None = None,
+    cache: KVCache | None = None, heads: Heads, tree: Paths = None, vocabulary: Words = None,
+    rule: Rule = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Lossless Medusa: greedy or sampled, the output is distributed as the target's.
 
@@ -94,35 +111,6 @@ def medusa(
     tree for each round (see adaptive); default: `heads.tree`. Heads that share the target's lm_head
     can draft from the `vocabulary` of the text's language, as in FastMTP.
     """
-    return medusa_loop(model, prompt, sampling, randomness, cache, heads, tree, vocabulary, accept)
-
-
-def medusa_typical(
-    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, heads: MedusaHeads,
-    tree: list[RankPath] | TreePolicy | None = None, vocabulary: Vocabulary | None = None,
-    epsilon: float = 0.09, delta: float = 0.3,
-) -> Iterator[Step]:  # fmt: skip
-    """Medusa with typical acceptance. LOSSY: sampled output is not distributed as the target's.
-
-    The token after the path is drawn from the target's distribution; the paper takes the most
-    likely token. (A greedy distribution has zero entropy, so at temperature 0 the rule accepts what
-    `accept` accepts.)
-    """
-
-    def rule(target: Tensor | OneHot, tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
-        path = typical_path(target, tree, epsilon, delta)
-        return path, randomness.categorical(target[path[-1]])
-
-    return medusa_loop(model, prompt, sampling, randomness, cache, heads, tree, vocabulary, rule)
-
-
-def medusa_loop(
-    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness,
-    cache: KVCache | None, heads: MedusaHeads, tree: list[RankPath] | TreePolicy | None,
-    vocabulary: Vocabulary | None, rule: AcceptanceRule,
-) -> Iterator[Step]:  # fmt: skip
-    """The decoding loop of both methods, which differ only in their acceptance `rule`."""
     tree = checked_tree(model, heads, tree, vocabulary)
     policy = None if isinstance(tree, list) else tree
     vocabulary = vocabulary or FullVocabulary(model)
@@ -136,14 +124,41 @@ def medusa_loop(
         paths = tree if policy is None or policy.drafting() else []  # []: the heads do not run
         proposed = propose(heads, draft_head, hidden, tokens[-1], paths, cache.free_rows - 1)
         hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
-        path, next_token = rule(probs(model.logits(hidden), sampling), proposed, randomness)
+        p = probs(model.logits(hidden), sampling)
+        path, next_token, *asked = rule(p, proposed, randomness)
         cache.commit(path)
         hidden = hidden[path[-1:]]  # of the last accepted node: no second target pass
         if policy is not None and can_draft:  # without a hidden state the heads did not run
             policy.observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         new = proposed.tokens_at(path[1:]) + [next_token]
         tokens += new
-        yield Step(new, proposed, path)
+        yield Step(new, proposed, path, *asked)
+
+
+@method(
+    "medusa-typical", lossless=False, bench=[], cases=TREES, waits={"": (2, 2)},
+    checks=(check_tree,),
+)  # fmt: skip
+def medusa_typical(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, heads: Heads, tree: Paths = None, vocabulary: Words = None,
+    epsilon: Epsilon = 0.09, delta: Delta = 0.3,
+) -> Iterator[Step]:  # fmt: skip
+    """Medusa with typical acceptance. LOSSY: sampled output is not distributed as the target's.
+
+    The token after the path is drawn from the target's distribution; the paper takes the most
+    likely token. (A greedy distribution has zero entropy, so at temperature 0 the rule accepts what
+    `accept` accepts.)
+    """
+
+    def typical(target: Tensor | OneHot, tree: Tree, randomness: Randomness) -> tuple:
+        path = typical_path(target, tree, epsilon, delta)
+        return path, randomness.categorical(target[path[-1]])
+
+    return medusa(
+        model, prompt, sampling, randomness, cache=cache, heads=heads, tree=tree,
+        vocabulary=vocabulary, rule=typical,
+    )  # fmt: skip
 
 
 def checked_tree(

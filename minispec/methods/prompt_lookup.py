@@ -1,17 +1,22 @@
 """Prompt lookup decoding (Saxena 2023): copy drafts from the text so far, without a draft model."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
 from minispec.cache import KVCache
+from minispec.methods.declaration import K, Option, method
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, probs
-from minispec.tree import FixedK, Policy, Step, Tree
-from minispec.verify import accept
+from minispec.tree import FixedK, Step, Tree
+from minispec.verify import Rule, accept
+
+Ngram = Annotated[int, Option("length of the longest match", least=1)]
 
 
+@method("prompt-lookup", cases=[{"k": 2}, {"k": "auto"}], bench=[{}, {"k": "auto"}])
 def prompt_lookup(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, k: int | Policy = 10, ngram: int = 3,
+    cache: KVCache | None = None, k: K = 10, ngram: Ngram = 3, rule: Rule = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Draft up to `k` of the tokens that followed the last n tokens where they last occurred, for
     the largest n up to `ngram`. `k` may be a policy that chooses it for each round (see adaptive).
@@ -26,12 +31,12 @@ def prompt_lookup(
         end = index.match_end(tokens)
         tree = Tree.chain(tokens[-1], tokens[end : end + n])
         hidden = model(tree.tokens, cache)
-        path, next_token = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        path, next_token, *asked = rule(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
         policy.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
         new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
-        yield Step(new, tree, path)
+        yield Step(new, tree, path, *asked)
 
 
 class NgramIndex:

@@ -11,16 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.cache import KVCache
+from minispec.methods.declaration import Cache, Draft, DraftSampling, K, Verify, method
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, draw, probs
-from minispec.tree import FixedK, Policy, Step, Tree
-from minispec.verify import accept
+from minispec.tree import FixedK, Step, Tree
+from minispec.verify import accept, accept_block
 
 
+@method(
+    "speculative", bench=[{"k": 4}, {"k": "auto"}], waits={"": (2, None)},
+    cases=[{"k": 1}, {"k": 2}, {"k": "auto"}, {"k": 2, "draft_sampling": Sampling()},
+           {"k": 2, "draft_sampling": Sampling(2.0)}, {"k": 2, "rule": accept_block}],
+)  # fmt: skip
 def speculative(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, draft: Transformer, k: int | Policy = 4,
-    draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
+    cache: KVCache | None = None, draft: Draft, k: K = 4, draft_sampling: DraftSampling = None,
+    draft_cache: Cache = None, rule: Verify = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Leviathan et al. 2023, algorithm 1, with γ = `k` draft tokens per round. `k` may be a policy
     that chooses γ for each round (see adaptive).
@@ -49,7 +55,7 @@ def speculative(
         # p_1 … p_{γ+1}, in one pass of the target
         p = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
         # the first n drafts, and t, the next token
-        path, next_token = accept(p, tree, randomness)
+        path, next_token, *asked = rule(p, tree, randomness)
         cache.commit(path)
         # The draft never ran on its own last token. If all drafts were accepted, its cache lacks
         # that row, and `propose` feeds it two tokens.
@@ -57,7 +63,7 @@ def speculative(
         policy.observe(drafted=len(drafts), accepted=len(path) - 1)
         new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
-        yield Step(new, tree, path)
+        yield Step(new, tree, path, *asked)
 
 
 def propose(

@@ -169,9 +169,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
         methods, rows = bench.methods_of(parsed, model, tokenizer), []
         del methods["autoregressive"]
         for kind, prompts in bench.prompts_of(parsed, model, tokenizer).items():
-            runs = {method: [decode(model, tokenizer, prompt, method.split()[0],
-                                    max_new_tokens=size["answer"], **options) for prompt in prompts]
-                    for method, options in methods.items()}  # fmt: skip
+            runs = {row: [decode(model, tokenizer, prompt, max_new_tokens=size["answer"], **options)
+                          for prompt in prompts] for row, options in methods.items()}  # fmt: skip
             rows.append({method: per_pass(runs[method]) for method in methods})
             name = f"{source}, {kind.removesuffix('.jsonl')}"
             yield {"tokens per pass on": name, "prompts": len(prompts)} | rows[-1]

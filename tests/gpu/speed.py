@@ -111,8 +111,8 @@ def figures(
     cache = model.new_cache(capacity_for(model))
 
     def run(row: str, options: dict, prompt: list[int]) -> Run:
-        return decode(model, tokenizer, prompt, row.split()[0], max_new_tokens=tokens(args),
-                      **options)  # fmt: skip
+        options = {"method": row.split()[0], "max_new_tokens": tokens(args)} | options
+        return decode(model, tokenizer, prompt, **options)
 
     def runs(row: str, options: dict) -> list[Run]:
         """Decode all prompts twice; return the second runs, which capture no graphs."""

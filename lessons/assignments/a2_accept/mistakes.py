@@ -88,7 +88,7 @@ def zeros_instead_of_none(p, q, x):
 
 def stops_at_the_first_child(target, tree, randomness):
     """Accept one token at most."""
-    path, fresh = verify.accept(target, tree, randomness)
+    path, fresh, *_ = verify.accept(target, tree, randomness)
     return (path, fresh) if len(path) < 3 else (path[:2], tree.tokens[path[2]])
 
 
@@ -122,17 +122,17 @@ def siblings_by_p(target, tree, randomness):
 
 
 def own_randomness(target, tree, randomness):
-    path, _ = verify.accept(target, tree, randomness)
+    path, _, *_ = verify.accept(target, tree, randomness)
     return path, int(torch.multinomial(target[path[-1]], 1))
 
 
 def fresh_tensor(target, tree, randomness):
-    path, fresh = verify.accept(target, tree, randomness)
+    path, fresh, *_ = verify.accept(target, tree, randomness)
     return path, torch.tensor(fresh)
 
 
 def without_the_root(target, tree, randomness):
-    path, fresh = verify.accept(target, tree, randomness)
+    path, fresh, *_ = verify.accept(target, tree, randomness)
     return path[1:], fresh
 
 

@@ -70,7 +70,7 @@ def without_own_randomness() -> Iterator[None]:
 
 def judged(accept, target, tree: Tree, randomness) -> tuple[list[int], int]:
     """What `accept` returns, after a look at its types."""
-    path, fresh = accept(target, tree, randomness)
+    path, fresh, *_ = accept(target, tree, randomness)
     kinds = {type(node) for node in path} | {type(fresh)}
     assert kinds == {int}, (
         f"the fresh token is a {type(fresh).__name__}, the path {path}: both are made of ints"
@@ -242,7 +242,7 @@ def test_a_draft_that_rounding_leaves_no_residual_for_is_accepted(impl):
             return 0
 
     p = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    path, _ = impl.accept([p, p], Tree.chain(0, [1], [p + 2e-16]), Never())
+    path, _, *_ = impl.accept([p, p], Tree.chain(0, [1], [p + 2e-16]), Never())
     assert path == [0, 1], "where p - q leaves nothing, the draft is as good as accepted"
 
 

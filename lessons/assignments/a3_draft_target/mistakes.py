@@ -84,7 +84,7 @@ def without_sampling(model, prompt, sampling, randomness, **options):
 
 def without_the_bonus(target, tree, randomness):
     """After a full match the last draft is taken back, and counts as the fresh token."""
-    path, fresh = accept(target, tree, randomness)
+    path, fresh, *_ = accept(target, tree, randomness)
     full = len(path) == len(tree) > 1
     return (path[:-1], tree.tokens[path[-1]]) if full else (path, fresh)
 

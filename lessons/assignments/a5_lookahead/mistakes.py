@@ -32,7 +32,7 @@ def jacobi_with(next_guess, accept=accept):
         while True:
             tree = Tree.chain(tokens[-1], guess[: cache.free_rows - 1])
             target = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
-            path, fresh = accept(target, tree, randomness)
+            path, fresh, *_ = accept(target, tree, randomness)
             cache.commit(path)
             guess = next_guess(argmax(target), len(path), guess)
             new = tree.tokens_at(path[1:]) + [fresh]
@@ -246,7 +246,7 @@ def right_to_left(self, tokens, n, new):
 
 def without_the_bonus(target, tree, randomness):
     """After a full match the last guess counts as the fresh token."""
-    path, fresh = accept(target, tree, randomness)
+    path, fresh, *_ = accept(target, tree, randomness)
     full = len(path) > 1 and not tree.children(path[-1])
     return (path[:-1], tree.tokens[path[-1]]) if full else (path, fresh)
 
@@ -268,7 +268,7 @@ def lookahead_with(accept=accept, window_type=Window, tried=lambda found: found)
             tree = Tree.merged(tokens[-1], tried(pool.after(tokens[-1])))
             hidden = model(tree.tokens + branch.tokens, cache, *combined_mask(tree, branch))[0]
             target = probs(model.logits(hidden[: len(tree)]), sampling)
-            path, fresh = accept(target, tree, randomness)
+            path, fresh, *_ = accept(target, tree, randomness)
             cache.commit(path)
             said = model.logits(hidden[branch.predicting_rows(len(tree))]).argmax(-1).tolist()
             for gram in branch.advance(tokens[-1], said):

@@ -32,7 +32,7 @@ def engine_with(
             riding, depth, mask = proposer.beside(tree, room(cache))
             hidden = model(tree.tokens + riding, cache, *layout(depth, mask))[0]
             target = probs(model.logits(hidden[: len(tree)]), sampling)
-            path, fresh = accept(target, tree, randomness)
+            path, fresh, *_ = accept(target, tree, randomness)
             cache.commit(committed(path))
             new = tree.tokens_at(path[1:]) + [fresh]
             tokens += new

@@ -31,7 +31,7 @@ def engine(
         riding, depth, mask = proposer.beside(tree, cache.free_rows)
         hidden = model(tree.tokens + riding, cache, depth, mask)[0]
         target = probs(model.logits(hidden[: len(tree)]), sampling)
-        path, fresh = accept(target, tree, randomness)
+        path, fresh, *_ = accept(target, tree, randomness)
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new

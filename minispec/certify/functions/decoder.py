@@ -1,11 +1,7 @@
 """Examine a Python function: the signature that --impl names, and its adapter."""
 
-import importlib
-import importlib.util
 import operator
-import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +9,6 @@ from tqdm import tqdm
 
 from minispec.certify.common import Failed, NotSupported
 from minispec.certify.examination import Request
-from minispec.cli import UserError, user_error
 
 MANY = 50  # requests that take long enough for a progress bar
 
@@ -36,27 +31,6 @@ class Implementation(Protocol):
 
         An engine that batches may have an attribute `many`: a function of (checkpoint, requests)
         that returns a list of such results. Each request is a dict of the other arguments."""
-
-
-def load_implementation(name: str, flag: str = "--impl") -> Implementation:
-    """Import the function named `package.module:function` or `file.py:function`."""
-    module_name, colon, function = name.rpartition(":")
-    if not colon:
-        raise UserError(f"{flag} {name}: name the function, too, as in {name}:decode")
-    sys.path.insert(0, "")
-    advice = "use package.module:function or file.py:function"
-    with user_error(f"{flag} {name}: cannot be imported; {advice}"):
-        if module_name.endswith(".py"):
-            sys.path.insert(0, str(Path(module_name).parent))
-            spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
-            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(module_name)
-        found = getattr(module, function)
-    if not callable(found):
-        raise UserError(f"{flag} {name}: is not a function")
-    return found
 
 
 @dataclass(frozen=True)

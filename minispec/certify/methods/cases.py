@@ -1,24 +1,28 @@
 """The cases to certify: every method, with options that cover its edge cases."""
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from inspect import Parameter
 
 import torch
 from torch import Tensor
 
+from minispec import verify
 from minispec.cache import KVCache
 from minispec.certify import toys
 from minispec.certify.common import GREEDY
 from minispec.certify.toys import Method, Toy, ToyHeads, small_model
 from minispec.checkpoints.heads import PUBLISHED_TREES
-from minispec.generate import METHODS
+from minispec.methods import METHODS, find_method
 from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree
+from minispec.methods.declaration import Draft, Option, method
+from minispec.methods.declaration import Method as Declared
 from minispec.model import Transformer
-from minispec.sampling import Randomness, Sampling, probs
+from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.tree import RankPath, Step, Tree
-from minispec.verify import accept
+from minispec.verify import Rule, accept
 
 SAMPLINGS = {
     "T=1": Sampling(1.0),
@@ -28,9 +32,16 @@ SAMPLINGS = {
 }
 
 
-def bound(name: str, **options) -> Method:
-    """Bind a method's own arguments. The method is looked up at call time, so mutants apply."""
-    return lambda *arguments, **more: METHODS[name](*arguments, **more, **fresh_options(options))
+def bound(name: str | Callable, **options) -> Method:
+    """Bind a method's own arguments. The method and `accept` are looked up at call time, so mutants
+    apply."""
+
+    def call(*arguments, **more) -> Iterator[Step]:
+        rule = {} if accept is verify.accept else {"rule": accept}
+        method = METHODS.get(name, name)
+        return method(*arguments, **more, **rule | fresh_options(options))
+
+    return call
 
 
 def fresh_options(options: dict) -> dict:
@@ -59,9 +70,10 @@ TREE_SHAPES = {  # the parent of each node
 }  # fmt: skip
 
 
+@method("tree", cases=[{"shape": s, "kind": k} for k in PROPOSAL_KINDS for s in TREE_SHAPES])
 def forest(
     model, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, draft, shape: list[int], kind: str,
+    cache: KVCache | None = None, draft: Draft, shape: str, kind: str, rule: Rule = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Decode with draft trees of any shape and proposal kind; a method for proofs, not speed."""
     cache = cache or model.new_cache()
@@ -69,13 +81,15 @@ def forest(
     model.prefill(tokens[cache.length : -1], cache)
     yield Step()
     while True:
-        tree = grow(draft, tokens, shape[: cache.free_rows], kind, sampling, randomness)
+        parents = TREE_SHAPES[shape][: cache.free_rows]
+        tree = grow(draft, tokens, parents, kind, sampling, randomness)
         hidden = model(tree.tokens, cache, tree.depth, tree.mask)
-        path, next_token = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        p = probs(model.logits(hidden[0]), sampling)
+        path, next_token, *asked = rule(p, tree, randomness)
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
-        yield Step(new, tree, path)
+        yield Step(new, tree, path, *asked)
 
 
 def grow(
@@ -110,22 +124,25 @@ def grow(
 
 
 def tree_method(draft, shape: str, kind: str) -> Method:
-    return partial(forest, draft=draft, shape=TREE_SHAPES[shape], kind=kind)
+    return bound(forest, draft=draft, shape=shape, kind=kind)
 
 
-# ---- options of the methods ----------------------------------------------------------------------
+# ---- the cases of a method -----------------------------------------------------------------------
 
-RANK_TREES = {
+RANK_TREES = {  # for lessons and tests
     "single node": [],
     "chain": [(0, 0, 0)],
     "wide": [(0,), (1,), (2,)],
     "deep": [(0, 0, 0, 0), (1, 1), (0, 1)],
     "64 nodes": PUBLISHED_TREES["mc_sim_7b_63"],
 }
-# lookahead's window, n-gram and guesses, from the smallest values up
-LOOKAHEAD_SETTINGS = (
-    (1, 2, 0), (1, 2, 1), (3, 2, 2), (1, 3, 2), (3, 3, 3), (2, 4, 1), (5, 4, 5), (10, 5, 10),
-)  # fmt: skip
+POLICIES = {  # what "auto" stands for in a case, by what the policy chooses
+    "auto": {"drafts": ADAPTIVE_K, "copies": ADAPTIVE_K, "nodes": ADAPTIVE_NODES,
+             "paths": ADAPTIVE_TREE},
+    "auto, probing": {"drafts": PROBING_K, "copies": PROBING_K, "nodes": PROBING_NODES,
+                      "paths": PROBING_TREE},
+}  # fmt: skip
+Target = Toy | Transformer
 
 
 def every_path(ranks: int, nodes: int) -> list[RankPath]:
@@ -136,168 +153,135 @@ def every_path(ranks: int, nodes: int) -> list[RankPath]:
     return paths[1 : nodes + 1]
 
 
-def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
-    """Yield (name, options) for every way to draft with a FastMTP head."""
-    head, vocabulary = toys.random_mtp_head(model, seed), toys.two_languages(model)
-    for k in (1, 2):
-        yield f"k={k}, sampled drafts", {"head": head, "k": k}
-    for k in range(1, 7):
-        yield f"k={k}, argmax drafts", {"head": head, "k": k, "draft_sampling": GREEDY}
-    compressed = {"head": head, "k": 2, "vocabulary": vocabulary}
-    yield "k=2, compressed", compressed
-    yield "k=2, hot drafts, compressed", compressed | {"draft_sampling": Sampling(2.0)}
-    yield "k=auto", {"head": head, "k": ADAPTIVE_K}
-    yield "k=auto, probing", {"head": head, "k": PROBING_K}
-    yield "tree=1", {"head": head, "tree": 1}
-    yield "tree=4, compressed", {"head": head, "tree": 4, "vocabulary": vocabulary}
-    yield "tree=20", {"head": head, "tree": 20}
-    yield "tree=auto", {"head": head, "tree": ADAPTIVE_NODES}
-    yield "tree=auto, probing", {"head": head, "tree": PROBING_NODES}
+def runs_on_toys(method: Declared, case: dict) -> bool:
+    """Whether a case needs no hidden states or weights of the target, as only a Transformer has."""
+    folders = {option.folder for option in method.of_kind("weights").values()}
+    return "vocabulary" not in case and folders <= {"draft", "medusa"}
 
 
-def head_options(model: Transformer, seed: int) -> Iterator[tuple[str, str, dict]]:
-    """Yield (method, name, options) for both heads. EAGLE-3's has its own vocabulary."""
-    eagle3 = {"head": toys.random_eagle3_head(model, seed)}
-    for name, options in mtp_options(model, seed):
-        yield "fastmtp", name, options
-        if "vocabulary" not in options:
-            yield "eagle3", name, options | eagle3
+def drafter_for(folder: str, model: Target, seed: int) -> object:
+    """A random draft or heads. Drafts are another model, the target itself, or always wrong."""
+    toy, vocab = isinstance(model, Toy), model.config.vocab_size
+    if folder == "draft":
+        if toy:
+            return Toy(77, vocab=vocab)
+        makers = lambda: small_model(seed + 1000, vocab, layers=1), lambda: model, lambda: (
+            toys.negated(model))  # fmt: skip
+        return makers[seed % 3]() if seed < 3 else makers[0]()
+    if folder == "medusa":
+        return ToyHeads(4) if toy else toys.random_medusa_heads(model, seed, shared=True)
+    return {"mtp": toys.random_mtp_head, "eagle3": toys.random_eagle3_head}[folder](model, seed)
 
 
-def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
-    """Yield (name, options) for both drafters that hybrid can have, and for its policies."""
-    head = {"head": toys.random_mtp_head(model, seed)}
-    draft = {"draft": small_model(seed + 1000, model.config.vocab_size, layers=1)}
-    yield "k=1", head | {"k": 1, "lookup_k": 2}
-    yield "k=2, compressed", head | {"k": 2, "vocabulary": toys.two_languages(model)}
-    yield "k=2, draft model", draft | {"k": 2}
-    yield "argmax drafts", head | {"draft_sampling": GREEDY}
-    yield "auto", head | {"k": ADAPTIVE_K, "lookup_k": ADAPTIVE_K}
-    yield "auto, probing", head | {"k": PROBING_K, "lookup_k": PROBING_K}
-    yield "auto, draft model", draft | {"k": ADAPTIVE_K, "lookup_k": PROBING_K}
-    yield "tree=6", head | {"tree": 6}
-    yield "k=2, EAGLE-3", {"head": toys.random_eagle3_head(model, seed), "k": 2}
-    yield "tree=auto", head | {"tree": ADAPTIVE_NODES, "lookup_k": ADAPTIVE_K}
+def cases_of(method: Declared, model: Target, seed: int) -> Iterator[tuple[str, dict]]:
+    """Yield the name and the options of each of a method's cases that this target can run, with
+    what the method drafts with. Each "auto" is tried with two kinds of policies."""
+    for case in method.cases:
+        if isinstance(model, Toy) and not runs_on_toys(method, case):
+            continue
+        kinds = POLICIES if "auto" in [x for x in case.values() if isinstance(x, str)] else [""]
+        for kind in kinds:
+            options = {name: option_for(method, name, value, kind, model, seed)
+                       for name, value in case.items()}  # fmt: skip
+            weights = {n: o.folder for n, o in method.of_kind("weights").items()}
+            if not any(name in case for name in weights):
+                needed = [n for n in weights if method.options[n][1] is Parameter.empty]
+                for name in needed or list(weights)[:1]:
+                    options[name] = drafter_for(weights[name], model, seed)
+            yield f"{method.name} {case_name(case, kind)}".strip(), options
 
 
-def medusa_compressed(model: Transformer, seed: int, tree: list[RankPath]) -> Method:
-    """Medusa with a vocabulary that switches and may have fewer tokens than the tree has ranks."""
-    heads = toys.random_medusa_heads(model, seed, shared=True)
-    return bound("medusa", heads=heads, tree=tree, vocabulary=toys.two_languages(model))
+def option_for(
+    method: Declared, name: str, value: object, kind: str, model: Target, seed: int
+) -> object:
+    """The value of an option in a case: what "auto", "two" languages, an "other" draft or an
+    "eagle3" head stand for, or the value itself."""
+    option = method.options.get(name, (Option(), None))[0]
+    if isinstance(value, str) and value == "auto":
+        return POLICIES[kind][option.auto]
+    if option.kind == "vocabulary":
+        return toys.two_languages(model)
+    if option.kind == "weights":
+        return drafter_for({"other": "draft"}.get(value, value), model, seed)
+    return value
+
+
+def case_name(case: dict, kind: str) -> str:
+    def text(name: str, value: object) -> str:
+        if isinstance(value, Sampling):
+            return f"draft T={value.temperature:g}"
+        if callable(value):
+            return value.__name__.removeprefix("accept_")
+        if name in ("shape", "kind", "draft", "head"):
+            return f"{name} {value}" if name in ("draft", "head") else value
+        if isinstance(value, list):
+            return f"{name} {'/'.join(''.join(map(str, path)) for path in value) or 'empty'}"
+        return f"{name}={kind if value == 'auto' else value}"
+
+    return ", ".join(text(name, value) for name, value in case.items())
+
+
+def lossless_methods() -> list[Declared]:
+    """The methods of the package that promise to be lossless, and the trees of this module."""
+    methods = [find_method(name) for name in METHODS]
+    return [*(m for m in methods if m.lossless and m.name != "autoregressive"), find_method(forest)]
 
 
 # ---- cases for proofs by enumeration -------------------------------------------------------------
 
 
-OTHER, BINARY, OTHER_BINARY = Toy(77), Toy(5, vocab=2), Toy(77, vocab=2)
-
-
 @dataclass(frozen=True)
 class ExactCase:
-    """One method on one toy model, under some samplings, for the first `n` tokens. If enumeration
-    allows it, `n` exceeds the number of drafts per round, so that the bonus token is covered."""
+    """One method on one toy model, under some samplings, for the first `n` tokens."""
 
     name: str
     method: Method
     samplings: tuple[str, ...] = ("T=1",)
     n: int = 3
-    model: Toy | Transformer = Toy(5)
+    model: Target = Toy(5)
     prompt: tuple[int, ...] = (1, 0, 1, 1, 0)
 
 
-def exact_cases() -> Iterator[ExactCase]:
-    """Yield cases small enough to enumerate. Deep trees and long chains use a vocabulary of two
-    tokens, all others one of three."""
-    samplings = tuple(SAMPLINGS)
-    yield ExactCase("autoregressive", bound("autoregressive"), samplings)
-    yield from chain_cases()
-    for kind in PROPOSAL_KINDS:
-        for shape in "root", "chain", "wide":
-            method = tree_method(OTHER, shape, kind)
-            yield ExactCase(f"tree, {shape}, {kind}", method, samplings, n=2)
-        for shape in "deep", "bushy":
-            method = tree_method(OTHER_BINARY, shape, kind)
-            yield ExactCase(f"tree, {shape}, {kind}", method, n=2, model=BINARY)
-    for shape in "single node", "chain", "wide", "deep":
-        method = bound("medusa", heads=ToyHeads(4), tree=RANK_TREES[shape])
-        yield ExactCase(f"medusa, {shape}", method, samplings)
-    full = bound("medusa", heads=ToyHeads(4), tree=every_path(3, 63))
-    yield ExactCase("medusa, 64 nodes", full, n=2)
-    for name, tree in ("auto", ADAPTIVE_TREE), ("auto, probing", PROBING_TREE):
-        yield ExactCase(f"medusa, {name}", bound("medusa", heads=ToyHeads(4), tree=tree))
-    yield ExactCase("jacobi, block 3", bound("jacobi", block=3), samplings)
-    long_toy = Toy(5, context=64)  # long enough for the widest window
-    for w, n, g in LOOKAHEAD_SETTINGS:
-        for pool in (False, True):
-            method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=pool)
-            name = f"lookahead W={w} N={n} G={g}{', pool from prompt' if pool else ''}"
-            some = samplings if (w, n) == (3, 3) else samplings[:1]
-            yield ExactCase(name, method, some, n=3 if n < 4 else 2, model=long_toy)
-    model = small_model(4, vocab=3, layers=1)
-    for method, name, options in head_options(model, 4):
-        yield ExactCase(f"{method}, {name}", bound(method, **options), n=2, model=model)
-    for name, options in hybrid_options(model, 4):
-        for text, prompt in ("repeated", (1, 0, 1, 2, 1, 0, 1)), ("new", (1, 0, 2, 1, 0)):
-            method = bound("hybrid", **options)
-            yield ExactCase(f"hybrid, {name}, {text} text", method, n=2, model=model, prompt=prompt)
-    method = medusa_compressed(model, 4, every_path(3, 16))
-    yield ExactCase("medusa, compressed", method, n=2, model=model)
+def exact_cases(methods: list[Declared] | None = None) -> Iterator[ExactCase]:
+    """Yield cases small enough to enumerate: over three tokens or, if several drafts are sampled at
+    once, over two. If possible, as many tokens are enumerated as a round can bring, so that the
+    bonus token is covered."""
+    yield ExactCase("autoregressive", bound("autoregressive"), tuple(SAMPLINGS))
+    for each in lossless_methods() if methods is None else methods:
+        for toy in True, False:
+            targets = target(toy, 3), target(toy, 2)
+            for over_three, over_two in zip(*(cases_of(each, model, 4) for model in targets)):
+                if toy or not runs_on_toys(each, over_three[1]):
+                    pairs = zip((over_three, over_two), targets)
+                    yield smaller(*(ExactCase(name, bound(each.function, **options), model=model)
+                                    for (name, options), model in pairs))  # fmt: skip
 
 
-def chain_cases() -> Iterator[ExactCase]:
-    """Yield cases for drafts by a model and by prompt lookup."""
-    samplings = tuple(SAMPLINGS)
-    for name, options, some, n in (
-        ("k=1", {"k": 1}, samplings, 3),
-        ("k=2", {"k": 2}, samplings[1:], 3),
-        ("k=2, self", {"k": 2, "draft": Toy(5)}, samplings, 3),
-        ("k=auto", {"k": ADAPTIVE_K}, samplings[1:], 3),
-        ("k=auto, probing", {"k": PROBING_K}, samplings[1:], 3),
-        ("k=2, greedy draft", {"k": 2, "draft_sampling": GREEDY}, samplings, 2),
-        ("k=2, hot draft", {"k": 2, "draft_sampling": Sampling(2.0)}, samplings, 2),
-    ):
-        method = bound("speculative", **({"draft": OTHER} | options))
-        yield ExactCase(f"speculative {name}", method, some, n)
-    for name, options, n in (
-        ("k=2, two tokens", {"k": 2}, 3),
-        ("k=3, two tokens, greedy draft", {"k": 3, "draft_sampling": GREEDY}, 5),
-        ("k=auto, two tokens", {"k": ADAPTIVE_K}, 3),
-        ("k=auto, probing, two tokens", {"k": PROBING_K}, 4),
-    ):
-        method = bound("speculative", draft=OTHER_BINARY, **options)
-        yield ExactCase(f"speculative {name}", method, n=n, model=BINARY)
-    yield ExactCase("prompt-lookup", bound("prompt-lookup", k=2), samplings)
-    yield ExactCase("prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K), samplings)
+def smaller(over_three: ExactCase, over_two: ExactCase) -> ExactCase:
+    """The case over three tokens or, if it samples three drafts at once, over two; with a number of
+    tokens that a run of four rounds suggests."""
+    run = over_three.method(over_three.model, [*over_three.prompt], Sampling(1.0), Seeded(3))
+    trees = [step.tree for step, _ in zip(run, range(5)) if step.tree]
+    depth, nodes = max([1, *(max(t.depths) for t in trees)]), max(map(len, trees))
+    sampled = any(q is not None for tree in trees for q in tree.draft_probs)
+    toy = isinstance(over_three.model, Toy)
+    samplings = tuple(SAMPLINGS) if toy and depth < 3 else ("T=1",)
+    case = over_two if sampled and nodes > 3 else over_three
+    return replace(case, n=min(depth + 1, 3 if sampled or not toy else 4), samplings=samplings)
+
+
+@functools.cache
+def target(toy: bool, vocab: int) -> Target:
+    return Toy(5, vocab, context=64) if toy else small_model(4, vocab, layers=1)
 
 
 # ---- cases for greedy decoding -------------------------------------------------------------------
 
 
-def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
-    """Yield (name, method) for every method: all options for seed 0, a subset for other seeds."""
-    other = small_model(seed + 1000)
-    yield "prompt-lookup", bound("prompt-lookup")
-    yield "prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K)
-    for name, draft in ("random", other), ("self", model), ("always wrong", toys.negated(model)):
-        for k in (1, 4, ADAPTIVE_K) if seed else (1, 2, 3, 5, 8, ADAPTIVE_K, PROBING_K):
-            label = {ADAPTIVE_K: "auto", PROBING_K: "auto, probing"}.get(k, k)
-            yield f"speculative, {name} draft, k={label}", bound("speculative", draft=draft, k=k)
-    for shape in TREE_SHAPES:
-        yield f"tree, {shape}", tree_method(model, shape, "one-hot")
-    for block in (1, 4, 9):
-        yield f"jacobi, block {block}", bound("jacobi", block=block)
-    for i, (w, n, g) in enumerate(LOOKAHEAD_SETTINGS):
-        method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=bool(seed % 2))
-        if seed in (0, i % 3 + 1):
-            yield f"lookahead, W={w} N={n} G={g}", method
-    for i, (method, name, options) in enumerate(head_options(model, seed)):
-        if seed in (0, i % 3 + 1):
-            yield f"{method}, {name}", bound(method, **options)
-    for name, options in hybrid_options(model, seed):
-        yield f"hybrid, {name}", bound("hybrid", **options)
-    heads = toys.random_medusa_heads(model, seed)
-    for name, paths in RANK_TREES.items():
-        yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
-    for name, tree in ("auto", ADAPTIVE_TREE), ("auto, probing", PROBING_TREE):
-        yield f"medusa, {name}", bound("medusa", heads=heads, tree=tree)
-    yield "medusa, compressed", medusa_compressed(model, seed, RANK_TREES["64 nodes"])
+def greedy_cases(
+    model: Transformer, seed: int, methods: list[Declared] | None = None
+) -> Iterator[tuple[str, Method]]:
+    """Yield (name, method) for every case of every method."""
+    for each in lossless_methods() if methods is None else methods:
+        for name, options in cases_of(each, model, seed):
+            yield name, bound(each.function, **options)

@@ -11,41 +11,84 @@ from minispec.certify import toys
 from minispec.certify.common import GREEDY, Verdict, first_difference
 from minispec.certify.methods import cases
 from minispec.certify.statistics import FALSE_ALARM, chi_square_p
-from minispec.certify.toys import Method, Toy, ToyHeads, first_tokens, small_model
+from minispec.certify.toys import Toy, every_outcome, first_tokens, small_model
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import METHODS, decode
+from minispec.methods.declaration import Method
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
+from minispec.tree import Step, Tree
 
-PLAIN = cases.bound("autoregressive")
+PLAIN_NAME = "autoregressive"
+PLAIN = cases.bound(PLAIN_NAME)
 TV_TOLERANCE = 1e-12  # total variation due to rounding, in sums of float64 products
 RUNS = 400  # seeded runs of one statistical check
 JOINT_TOKENS = 3  # tokens that it tests jointly
-SEEDED_CASES = (  # the names of its cases
-    "speculative k=2", "tree, deep, without replacement", "medusa, deep", "lookahead W=3 N=3 G=3",
-    "fastmtp, k=2, compressed", "eagle3, k=2, sampled drafts", "hybrid, k=2, compressed, new text",
-)  # fmt: skip
 
+Methods = list[Method] | None  # None: those of the package
 Check = Callable[..., Iterator[Verdict]]
-# check(only="") yields a verdict on every case whose name contains `only`
+# check(only="", methods=None) yields a verdict on every case whose name contains `only`
 
 
 # ---- exact ---------------------------------------------------------------------------------------
 
 
-def check_exact(only: str = "") -> Iterator[Verdict]:
-    """Check that the output distribution, summed over all random outcomes, is plain decoding's."""
+def check_exact(only: str = "", methods: Methods = None) -> Iterator[Verdict]:
+    """Check that the output distribution, summed over all random outcomes, is plain decoding's, and
+    that the outcomes contain every kind of round that can occur (see `kinds_of`)."""
     plain = functools.cache(partial(toys.exact_distribution, PLAIN))
-    for case in cases.exact_cases():
+    for case in cases.exact_cases(methods):
         for label in case.samplings:
             name, settings = f"{case.name}, {label}", (cases.SAMPLINGS[label], case.n)
             if only not in name:
                 continue
-            arguments = case.model, case.prompt, *settings
-            ours, expected = toys.exact_distribution(case.method, *arguments), plain(*arguments)
+            arguments, ours = (case.model, case.prompt, *settings), Counter()
+            seen, possible = Counter(), set()
+            for (tokens, steps), weight in every_outcome(partial(outcome, case, settings)):
+                ours[tokens] += weight
+                found, could = kinds_of(steps, case.n, case.model.config.vocab_size)
+                seen, possible = seen + found, possible | could
+            expected = plain(*arguments)
             distance = max(toys.total_variation(ours, expected), abs(sum(ours.values()) - 1))
             detail = f"TV {distance:.1e} over {len(ours)} sequences of {case.n} tokens"
-            yield Verdict("exact", name, distance < TV_TOLERANCE, detail)
+            missing = possible - seen.keys() if label == "T=1" else ()
+            counts = ", ".join(f"{n} × {kind}" for kind, n in sorted(seen.items()))
+            detail += f"; {counts}" * bool(counts)
+            detail += f"; never {', '.join(sorted(missing))}" * bool(missing)
+            yield Verdict("exact", name, distance < TV_TOLERANCE and not missing, detail)
+
+
+def outcome(case: cases.ExactCase, settings: tuple, randomness) -> tuple[tuple, list[Step]]:
+    """The first n tokens of a run, and its rounds."""
+    (sampling, n), tokens, steps = settings, [], []
+    for step in case.method(case.model, case.prompt, sampling, randomness):
+        tokens, steps = tokens + step.tokens, [*steps, step]
+        if len(tokens) >= n:
+            return tuple(tokens[:n]), steps
+    raise AssertionError("a method must never end")
+
+
+def kinds_of(steps: list[Step], n: int, vocab: int) -> tuple[Counter[str], set[str]]:
+    """How often the rounds of a run accepted 0, 1, … drafts and ended with a correction or a bonus
+    token, within its first `n` tokens; and what such rounds could have done there. A node whose
+    children are all tokens cannot be the last of a path."""
+    seen, possible, start = Counter(), set(), 0
+    for step in steps:
+        tree, left = step.tree or Tree([0], [-1]), n - start
+        start += len(step.tokens)
+        if len(tree) == 1:
+            continue
+        for node, depth in enumerate(tree.depths):
+            children = set(tree.tokens_at(tree.children(node)))
+            if depth <= left and len(children) < vocab:
+                possible.add(f"{depth} accepted")
+                if depth < left:
+                    possible.add("correction" if children else "bonus")
+        accepted = len(step.path) - 1
+        seen[f"{min(accepted, left)} accepted"] += 1
+        if accepted < left:
+            seen["correction" if tree.children(step.path[-1]) else "bonus"] += 1
+    return seen, possible
 
 
 # ---- greedy --------------------------------------------------------------------------------------
@@ -53,14 +96,14 @@ def check_exact(only: str = "") -> Iterator[Verdict]:
 MODELS, RUN_TOKENS = 3, 16  # random models in the greedy check, and tokens per run
 
 
-def check_greedy(only: str = "") -> Iterator[Verdict]:
+def check_greedy(only: str = "", methods: Methods = None) -> Iterator[Verdict]:
     """Check token identity with plain decoding on random float64 Transformers, twice in a row."""
     errors: dict[str, list[str | None]] = {}
     for seed in range(MODELS):
         model = small_model(seed)
         prompt = random.Random(seed).choices(range(24), k=1 + 6 * seed)
         expected = first_tokens(PLAIN, model, prompt, GREEDY, Seeded(), RUN_TOKENS)
-        for name, method in cases.greedy_cases(model, seed):
+        for name, method in cases.greedy_cases(model, seed, methods):
             if only not in name:
                 continue
             for _ in range(2):
@@ -71,7 +114,7 @@ def check_greedy(only: str = "") -> Iterator[Verdict]:
         error = next(filter(None, of_runs), None)
         detail = error or f"{len(of_runs) // 2} models, {RUN_TOKENS} tokens, twice"
         yield Verdict("greedy", name, error is None, detail)
-    if only in (name := "target as its own draft"):
+    if methods is None and only in (name := "target as its own draft"):
         rejected = rejected_self_drafts()
         yield Verdict("greedy", name, rejected == 0, f"{rejected} tokens rejected")
 
@@ -88,17 +131,17 @@ def rejected_self_drafts() -> int:
 # ---- cache ---------------------------------------------------------------------------------------
 
 
-def check_cache(only: str = "") -> Iterator[Verdict]:
+def check_cache(only: str = "", methods: Methods = None) -> Iterator[Verdict]:
     """Check after every round that the cache equals a fresh prefill of all tokens but the last."""
     model = small_model(7)
-    for name, method in cases.greedy_cases(model, 0):
+    for name, method in cases.greedy_cases(model, 0, methods):
         if only in name:
             error = worst_cache_error(model, method)
             yield Verdict("cache", name, error < 1e-9, f"largest error of a row {error:.1e}")
 
 
 def worst_cache_error(
-    model: Transformer, method: Method, min_rounds: int = 9, max_rounds: int = 40
+    model: Transformer, method: toys.Method, min_rounds: int = 9, max_rounds: int = 40
 ) -> float:
     """Return the largest error of a committed row over `min_rounds` rounds. If drafts branch,
     continue until a commit has to move rows, for at most `max_rounds`."""
@@ -124,13 +167,16 @@ def worst_cache_error(
 # ---- statistical ---------------------------------------------------------------------------------
 
 
-def check_statistical(only: str = "") -> Iterator[Verdict]:
+def check_statistical(only: str = "", methods: Methods = None) -> Iterator[Verdict]:
     """Test the first tokens of many seeded runs against their exact distribution with χ². This
-    covers what enumeration replaces: the real random numbers."""
-    sampling = Sampling(1.0, top_p=0.9)
-    for case in cases.exact_cases():
-        if case.name not in SEEDED_CASES or only not in case.name:
-            continue
+    covers what enumeration replaces: the real random numbers. Each method has one row, of the case
+    that enumerates most tokens."""
+    sampling, most = Sampling(1.0, top_p=0.9), {}
+    for case in cases.exact_cases(methods):
+        if only in case.name and case.name != PLAIN_NAME:
+            most.setdefault(case.name.split()[0], []).append(case)
+    for of_method in most.values():
+        case = max(of_method, key=lambda case: case.n)
         arguments = case.model, case.prompt, sampling
         exact = toys.exact_distribution(PLAIN, *arguments, JOINT_TOKENS)
         runs = (first_tokens(case.method, *arguments, Seeded(i), JOINT_TOKENS) for i in range(RUNS))
@@ -155,42 +201,32 @@ def endings() -> Iterator[tuple[str, tuple[int, ...], dict]]:
     yield "context", (), {"max_new_tokens": 3 * CONTEXT}
 
 
-def check_limits(only: str = "") -> Iterator[Verdict]:
-    """Check that tokens, text, finish reason and the next turn are those of plain decoding."""
-
-    def transformer(eos: tuple[int, ...] = ()) -> Transformer:
-        return small_model(1, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
-
-    tables = [lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos) for seed in (5, 6)]
-    head = toys.random_mtp_head(transformer(), 1)
-    draft = small_model(2, vocab=3, layers=1)
-    for name, options in {
-        "speculative": {"draft": Toy(77), "k": 4},
-        "speculative, self": {"draft": Toy(5), "k": 4},
-        "speculative, auto": {"draft": Toy(77), "k": cases.ADAPTIVE_K},
-        "speculative, probing": {"draft": Toy(77), "k": cases.PROBING_K},
-        "prompt-lookup": {},
-        "prompt-lookup, probing": {"k": cases.PROBING_K},
-        "jacobi": {"block": 4},
-        "lookahead": {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True},
-        "medusa": {"heads": ToyHeads(3), "tree": cases.every_path(3, 16)},
-        "medusa, auto": {"heads": ToyHeads(3), "tree": cases.ADAPTIVE_TREE},
-        "medusa, probing": {"heads": ToyHeads(3), "tree": cases.PROBING_TREE},
-        "fastmtp": {"head": head, "k": 4},
-        "fastmtp, probing": {"head": head, "k": cases.PROBING_K},
-        "eagle3": {"head": toys.random_eagle3_head(transformer(), 1), "k": 4},
-        "hybrid": {"head": head, "k": 4},
-        "hybrid, probing": {"head": head, "k": cases.PROBING_K, "lookup_k": cases.PROBING_K},
-        "hybrid, draft model": {"draft": draft, "k": 2, "lookup_k": cases.ADAPTIVE_K},
-    }.items():
-        if only in name:
-            targets = [transformer] if name.startswith(("fastmtp", "eagle3", "hybrid")) else tables
-            yield check_endings(name, options, targets)
+def check_limits(only: str = "", methods: Methods = None) -> Iterator[Verdict]:
+    """Check that tokens, text, finish reason and the next turn are those of plain decoding, for the
+    first case of each method and those whose policies choose."""
+    for each in cases.lossless_methods() if methods is None else methods:
+        if each.function is cases.forest:
+            continue
+        toy, tried = cases.runs_on_toys(each, {}), 0
+        for name, options in cases.cases_of(each, cases.target(toy, 3), 4):
+            chosen = tried == 0 or "auto" in name
+            tried += 1
+            if chosen and only in name:
+                targets = [partial(ending_target, toy, seed) for seed in ((5, 6) if toy else (4,))]
+                yield check_endings(each.function, options, targets, name)
 
 
-def check_endings(name: str, options: dict, targets: list[Callable]) -> Verdict:
+def ending_target(toy: bool, seed: int, eos: tuple[int, ...] = ()) -> cases.Target:
+    if toy:
+        return Toy(seed, context=CONTEXT, eos=eos)
+    return small_model(seed, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
+
+
+def check_endings(
+    method: str | Callable, options: dict, targets: list[Callable], name: str = ""
+) -> Verdict:
     """Check every ending of one method on the `targets`, which are functions of the end tokens."""
-    failures, count, tokenizer, method = [], 0, toys.letter_tokenizer(3), name.split(",")[0]
+    failures, count, tokenizer = [], 0, toys.letter_tokenizer(3)
     for make in targets:
         for label, eos, ending in endings():
             model = make(eos)
@@ -204,7 +240,8 @@ def check_endings(name: str, options: dict, targets: list[Callable]) -> Verdict:
 
 
 def ending_difference(
-    model: Toy, tokenizer: Tokenizer, prompt: list[int], method: str, ending: dict, options: dict
+    model: Toy, tokenizer: Tokenizer, prompt: list[int], method: str | Callable, ending: dict,
+    options: dict,
 ) -> str | None:
     """Describe how a run with this ending, or the turn after it, differs from plain decoding."""
     plain = decode(model, tokenizer, prompt, **ending)
