@@ -71,8 +71,10 @@ def parser() -> Parser:
                    help="directory, hub id or .gguf (default: the toy, if shipped, else SmolLM2)")
     specific = p.add_argument_group("method-specific options")
     for name, helps in option_flags().items():
-        switch = find_method(next(iter(helps))).options.get(name, (None, 0))[1] is False
-        settings = {"action": "store_const", "const": True} if switch else {"type": Source}
+        option, default = find_method(next(iter(helps))).options.get(name, (None, 0))
+        files = name in ("heads", "tree") or option and option.kind in ("weights", "vocabulary")
+        settings = {"type": Source if files else number(1) if option is None else str}
+        settings = {"action": "store_const", "const": True} if default is False else settings
         texts = {text: ", ".join(m for m in helps if helps[m] == text) for text in helps.values()}
         help = "; ".join(f"{methods}: {text}" for text, methods in texts.items())
         specific.add_argument(flag_name(name), **settings, help=help)
@@ -243,9 +245,9 @@ def drafting_options(
     sources = {name: getattr(args, flag_of(args.method, name)) for name in weights}
     sources = {name: source for name, source in sources.items() if source is not None}
     folders = {name: weights[name].folder for name in sources}
-    loaded, size = {}, args.vocabulary_size and number(1)(args.vocabulary_size)
+    loaded = {}
     for name, folder in (folders | drafters.missing_drafters(args.method, model, sources)).items():
-        words = () if folder == "draft" else (args.vocabulary, size)
+        words = () if folder == "draft" else (args.vocabulary, args.vocabulary_size)
         loaded |= drafters.load_drafter(folder, model, tokenizer, sources.get(name), *words)
     return loaded
 

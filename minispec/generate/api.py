@@ -130,10 +130,11 @@ def check_cache(
     prompt already."""
     if not isinstance(cache, KVCache):
         raise UserError(f"cache {cache!r}: must come from model.new_cache()")
-    c, keys, weight = network.config, cache.k[0], next(network.parameters())
-    layers = c.layers if isinstance(network, Transformer) else 1
+    c, keys, is_head = network.config, cache.k[0], isinstance(network, RecurrentHead)
+    like = next(network.parameters()) if is_head else network
     layout = len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
-    same = layout == (layers, c.kv_heads, c.head_dim, weight.dtype, weight.device.type)
+    layers = 1 if is_head else c.layers
+    same = layout == (layers, c.kv_heads, c.head_dim, like.dtype, like.device.type)
     fits = same and cache.length < prompt_length and min_capacity <= cache.capacity <= max_capacity
     if not fits:
         raise UserError(

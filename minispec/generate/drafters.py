@@ -77,7 +77,7 @@ def load_drafter(
     with at most `size` tokens per language. "none" is the full vocabulary. An EAGLE-3 head has its
     own; it may also take the place of a FastMTP head.
     """
-    source = source or find_drafter(folder, model)
+    source = find_drafter(folder, model) if source is None else source
     if folder == "draft":
         draft, draft_tokenizer = load(source, model.dtype, str(model.device), draft=True)
         check_vocabularies(tokenizer, draft_tokenizer, model, draft)

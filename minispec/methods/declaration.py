@@ -10,6 +10,7 @@ arguments are its options.
 """
 
 import inspect
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,7 +34,7 @@ class Option:
 
     `kind` is number (also true or false), paths (of a tree), weights (of what drafts, which lie in
     `folder` next to a model), vocabulary, sampling, rule or cache. A number must be at least
-    `least`. With `auto` it may also be "auto" or a policy, which chooses the number of drafts, of
+    `least` (a default may be less) and, on the command line, at most `most`. With `auto` it may also be "auto" or a policy, which chooses the number of drafts, of
     copies or of nodes, or the paths. An object must have the `attribute`.
     `flag` is the name on the command line, if it differs; without `help` there is no flag.
     """
@@ -41,6 +42,7 @@ class Option:
     help: str = ""
     kind: str = "number"
     least: float | None = None
+    most: float = 2**63 - 1
     auto: str | None = None
     attribute: str = "__class__"
     folder: str | None = None
@@ -54,7 +56,7 @@ class Option:
             return value
         if isinstance(default, int | float) or self.kind == "paths" and isinstance(value, Integral):
             value = to_number(value, float if isinstance(default, float) else int)
-            if self.least is not None and value < self.least:
+            if self.least is not None and value < self.least and value != default:
                 raise UserError(f"must be at least {self.least}")
             return bool(value) if isinstance(default, bool) else value
         if value is not None and not hasattr(value, self.attribute):
@@ -71,16 +73,20 @@ class Option:
         if not isinstance(default, int | float):
             return text
         least = -(2**63) if self.least is None else self.least
-        return number(least, kind=float if isinstance(default, float) else int)(text)
+        try:
+            return number(least, self.most, float if isinstance(default, float) else int)(text)
+        except ArgumentTypeError as error:
+            either = "must be auto or" if self.auto else "must be"
+            raise ArgumentTypeError(str(error).replace("must be", either)) from None
 
 
 K = Annotated[int | Policy, Option("drafts per round, or auto", least=1, auto="drafts")]
 Nodes = Annotated[
-    int | NodePolicy, Option("number of nodes of a tree, or auto", least=0, auto="nodes")
+    int | NodePolicy, Option("number of nodes of a tree, or auto", "number", 1, 999, "nodes")
 ]
 Paths = Annotated[
     list[RankPath] | TreePolicy | int | None,
-    Option("number of nodes, auto, a published name or a JSON file", "paths", 0, "paths"),
+    Option("number of nodes, auto, a published name or a JSON file", "paths", 0, auto="paths"),
 ]
 Draft = Annotated[
     Transformer,
