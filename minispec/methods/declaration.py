@@ -34,9 +34,10 @@ class Option:
 
     `kind` is number (also true or false), paths (of a tree), weights (of what drafts, which lie in
     `folder` next to a model), vocabulary, sampling, rule or cache. A number must be at least
-    `least` (a default may be less) and, on the command line, at most `most`. With `auto` it may also be "auto" or a policy, which chooses the number of drafts, of
-    copies or of nodes, or the paths. An object must have the `attribute`.
-    `flag` is the name on the command line, if it differs; without `help` there is no flag.
+    `least` (a default may be less) and, on the command line, at most `most`. With `auto` it may
+    also be "auto" or a policy, which chooses the number of drafts, of copies or of nodes, or the
+    paths. An object must have the `attribute`. `flag` is the name on the command line, if it
+    differs; without `help` there is no flag.
     """
 
     help: str = ""
