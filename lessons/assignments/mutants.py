@@ -18,7 +18,7 @@ from minispec.certify.methods import cases, checks
 from minispec.certify.methods.checks import CHECKS
 from minispec.certify.toys import Toy
 from minispec.generate.run import Run, StopConditions
-from minispec.methods import fastmtp, hybrid, lookahead, medusa, prompt_lookup, speculative
+from minispec.methods import fastmtp, lookahead, medusa, prompt_lookup, speculative
 from minispec.methods.vocabulary import SubsetIds
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Sampling, Seeded, draw, probs
@@ -54,9 +54,8 @@ class Mutant:
 
 
 def in_accept(mistake) -> tuple:
-    """Replace `accept` wherever it verifies drafts."""
-    modules = speculative, prompt_lookup, medusa, lookahead, fastmtp, hybrid, cases
-    return tuple((module, "accept", mistake) for module in modules)
+    """Replace `accept`: the cases pass it to every method as its rule."""
+    return ((cases, "accept", mistake),)
 
 
 # ---- accept --------------------------------------------------------------------------------------
@@ -218,11 +217,11 @@ def guesses_see_the_window(tree, window):
     return depth, mask
 
 
-def warm_up_verified(model, cache, tree, ahead, sampling, randomness):
+def warm_up_verified(model, cache, tree, ahead, *arguments):
     """Emit the prediction at the window's first guess while the window is still filling."""
-    path, fresh, predicted = score_and_accept(model, cache, tree, ahead, sampling, randomness)
+    (path, fresh, *_), predicted = score_and_accept(model, cache, tree, ahead, *arguments)
     filling = ahead is not None and len(ahead.rows) < ahead.ngram - 1
-    return path, predicted[1] if filling and len(predicted) > 1 else fresh, predicted
+    return (path, predicted[1] if filling and len(predicted) > 1 else fresh), predicted
 
 
 def probs_over_all(self, k, sampling, randomness, draft_head):
@@ -376,36 +375,35 @@ MUTANTS = [
     Mutant("bonus token without warpers", "exact", "speculative k=1, T=0.7",
            ((speculative, "probs", bonus_without_warpers),)),
     Mutant("draft verified against the next position", "greedy",
-           "speculative, random draft, k=1", in_accept(probs_after_the_draft)),
-    Mutant("independent draws per path", "exact", "tree, wide, one-hot",
+           "speculative k=1", in_accept(probs_after_the_draft)),
+    Mutant("independent draws per path", "exact", "tree wide, one-hot",
            in_accept(best_of_independent_paths)),
-    Mutant("siblings rejected untried", "exact", "tree, wide", in_accept(child_of_the_root_only)),
-    Mutant("argmax draft scored with its softmax", "exact", "speculative k=2, greedy draft",
+    Mutant("siblings rejected untried", "exact", "tree wide", in_accept(child_of_the_root_only)),
+    Mutant("argmax draft scored with its softmax", "exact", "speculative k=2, draft T=0",
            ((speculative, "draw", greedy_draft_with_softmax),)),
-    Mutant("p / q test for top-k candidates", "exact", "tree, wide, one-hot",
+    Mutant("p / q test for top-k candidates", "exact", "tree wide, one-hot",
            ((cases, "grow", candidates_with_softmax),)),
-    Mutant("q over the full vocabulary", "exact", "fastmtp, k=2, compressed",
+    Mutant("q over the full vocabulary", "exact", "fastmtp k=2, vocabulary=two",
            ((fastmtp.Drafter, "chain", probs_over_all),)),
-    Mutant("head's argmax scored with its softmax", "exact", "fastmtp, k=2, argmax drafts",
+    Mutant("head's argmax scored with its softmax", "exact", "fastmtp k=2, draft T=0",
            ((fastmtp, "draw", greedy_draft_with_softmax),)),
-    Mutant("d2t taken for token ids", "exact", "eagle3, k=2, sampled",
+    Mutant("d2t taken for token ids", "exact", "eagle3 k=2, T=1",
            ((SubsetIds, "scatter", offsets_as_ids),)),
-    Mutant("copied from the text after drawing other drafts", "exact", "hybrid, k=1",
+    Mutant("copied from the text after drawing other drafts", "exact", "hybrid k=1",
            ((fastmtp.Drafter, "draft", text_preferred_after_drawing),)),
-    Mutant("a plain step chosen after the drafts were drawn", "exact", "fastmtp, k=1, sampled",
+    Mutant("a plain step chosen after the drafts were drawn", "exact", "fastmtp k=1, T=1",
            ((fastmtp.Drafter, "chain", plain_step_after_drawing),)),
-    Mutant("guesses see the window", "exact", "lookahead W=3 N=3",
+    Mutant("guesses see the window", "exact", "lookahead window=3, ngram=3",
            ((lookahead, "combined_mask", guesses_see_the_window),)),
-    Mutant("prediction emitted during warm-up", "greedy", "lookahead, W=2 N=4",
+    Mutant("prediction emitted during warm-up", "greedy", "lookahead window=2, ngram=4",
            ((lookahead, "score_and_accept", warm_up_verified),)),
-    Mutant("padding treated as a token", "limits", "medusa",
-           ((medusa, "accept", padding_matches),)),
-    Mutant("root is always the argmax", "exact", "medusa, deep",
-           ((medusa, "accept", argmax_root),)),
-    Mutant("p / q test for the heads' top tokens", "exact", "medusa, deep",
+    Mutant("padding treated as a token", "exact", "medusa tree 0000", in_accept(padding_matches)),
+    Mutant("root is always the argmax", "exact", "medusa tree 0000",
+           in_accept(argmax_root)),
+    Mutant("p / q test for the heads' top tokens", "exact", "medusa tree 0000",
            ((medusa, "propose", ranks_with_softmax),)),
     Mutant("siblings without replacement not renormalised", "exact",
-           "tree, wide, without replacement",
+           "tree wide, without replacement",
            ((cases, "grow", siblings_not_renormalised),)),
     Mutant("low-confidence draft dropped after sampling", "exact", "speculative k=1",
            ((speculative, "propose", confident_prefix),)),
@@ -415,11 +413,11 @@ MUTANTS = [
            ((speculative, "probs", no_top_k),)),
     Mutant("token 0 treated as padding", "exact", "speculative k=1",
            ((Tree, "tokens_at", pad_is_token_zero),)),
-    Mutant("positions off by one", "greedy", "tree, chain",
+    Mutant("positions off by one", "greedy", "tree chain",
            ((Tree, "depth", property(positions_off_by_one)),)),
-    Mutant("siblings see each other", "exact", "tree, wide, one-hot",
+    Mutant("siblings see each other", "exact", "tree wide, one-hot",
            ((Tree, "mask", property(everything_before_is_visible)),)),
-    Mutant("accepted rows not compacted", "cache", "tree, wide",
+    Mutant("accepted rows not compacted", "cache", "tree wide",
            ((KVCache, "commit", commit_in_place),)),
     Mutant("one row committed too many", "cache", "prompt-lookup",
            ((KVCache, "commit", commit_one_too_many),)),
@@ -431,7 +429,7 @@ MUTANTS = [
            ((Run, "emit", end_token_not_seen_inside),)),
     Mutant("one random number for all draws", "statistical", "speculative",
            ((checks, "Seeded", Stuck),)),
-    Mutant("greedy decoding by a ratio of softmaxes", "greedy", "speculative, random draft, k=1",
+    Mutant("greedy decoding by a ratio of softmaxes", "greedy", "speculative k=1",
            ((speculative, "probs", softmax_at_temperature_zero),
             (speculative, "draw", drawn_at_temperature_zero))),
     Mutant("state kept between calls", "greedy", "prompt-lookup",
