@@ -13,6 +13,8 @@ from minispec import UserError
 from minispec.__main__ import COMMANDS
 from minispec.cli import OutputFile, OutputFolder, Parser, Source
 from minispec.generate import __main__ as generate
+from minispec.generate.__main__ import flag_of, option_flags
+from minispec.methods import METHODS, find_method
 
 MODULES = {
     name: import_module(f"minispec.{module}") for name, (module, _) in COMMANDS.items()
@@ -46,18 +48,18 @@ def parsers() -> dict[str, Parser]:
         ("lookahead", "--ngram 1", "ngram 1: must be at least 2"),
         ("medusa", "--tree nonsense", "must be auto, a number of nodes"),
         ("medusa", "--heads nowhere", "no such directory: nowhere"),
-        ("speculative", "--tree 3", "--tree is for --method medusa"),
+        ("speculative", "--tree 3", "--tree is for --method eagle3, fastmtp, hybrid, medusa, "),
         ("fastmtp", "--tree 4 --k 3", "--k drafts a chain and --tree a tree; choose one"),
-        ("eagle3", "--tree x", "--tree x: must be auto or a number of nodes from 1 to 999"),
-        ("fastmtp", "--tree x", "--tree x: must be auto or a number of nodes from 1 to 999"),
-        ("jacobi", "--tree 4", "--tree is for --method medusa, medusa-typical, fastmtp, hybrid"),
+        ("eagle3", "--tree x", "--tree x must be auto or a whole number, from 1 to 999"),
+        ("fastmtp", "--tree x", "--tree x must be auto or a whole number, from 1 to 999"),
+        ("jacobi", "--tree 4", "medusa, medusa-typical, not for jacobi"),
         ("fastmtp", "--heads nowhere", "no such directory: nowhere"),
         ("hybrid", "--heads nowhere", "no such directory: nowhere"),
         ("hybrid", "--draft nowhere", "no such directory: nowhere"),
         ("hybrid", "--draft a --heads b", "--draft and --heads are mutually exclusive"),
         ("hybrid", "--draft a --vocabulary none", "--vocabulary is for heads, not for --draft"),
         ("fastmtp", "--vocabulary nowhere.json", "nowhere.json cannot be read"),
-        ("fastmtp", "--k many", "--k: many must be a whole number, at least 1"),
+        ("fastmtp", "--k many", "--k many must be auto or a whole number, at least 1"),
         ("fastmtp", "--vocabulary-size 0", "0 must be a whole number, at least 1"),
         ("fastmtp", "--vocabulary none --vocabulary-size 9", "no vocabulary to take 9 tokens from"),
     ],
@@ -72,16 +74,21 @@ def test_a_wrong_flag_is_one_line(method, arguments, message, capsys):
 # ---- outputs and what they must not overwrite ----------------------------------------------------
 
 TEXTS = {"prompt", "system", "stop", "chat", "ask", "server", "name", "key_env", "only", "device",
-         "dtype"}  # fmt: skip
+         "dtype", "option"}  # fmt: skip
+NAMES_FILES = "weights", "vocabulary", "paths"  # kinds of options
 
 
 def test_every_flag_that_names_something_to_read_is_a_source():
-    """A flag that takes any text is listed in TEXTS or has `type=Source`, which protects what it
-    names from being overwritten."""
+    """A flag that takes any text is listed in TEXTS, is a method's option that names no file or has
+    `type=Source`, which protects what it names from being overwritten."""
+    methods = list(map(find_method, METHODS))
+    files = {flag_of(m, name) for m in methods for name in m.of_kind(*NAMES_FILES)}
+    assert files == {"draft", "heads", "vocabulary", "tree"}
+    texts = TEXTS | option_flags().keys() - files
     for name, parser in parsers().items():
         for action in parser._actions:
             if action.nargs != 0 and not action.choices and action.type in (None, str):
-                assert action.dest in TEXTS, f"{name}: {action.dest}"
+                assert action.dest in (texts if name == "generate" else TEXTS), action.dest
 
 
 @pytest.fixture
