@@ -21,7 +21,7 @@ from conftest import (
     random_model,
 )
 
-from minispec import machine
+from minispec import UserError, machine
 from minispec.bench import __main__ as bench
 from minispec.bench import machine as bench_machine
 from minispec.bench import measure, prompts, shapes, tables
@@ -35,6 +35,7 @@ from minispec.checkpoints.load import save
 from minispec.fast import optimize
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
+from minispec.methods import find_method
 from minispec.methods.vocabulary import Language
 from minispec.model import Transformer, count_parameters
 from minispec.tree import Step, Tree
@@ -77,8 +78,8 @@ def rows_of(*repeats: tuple[list, list], temperature=0.0) -> list[dict]:
 def test_alpha_counts_only_tested_drafts():
     """4 drafted and 1 accepted: 2 tested. 2 drafted and both accepted: 2 tested. None drafted."""
     rounds = [
-        Step([1, 9], Tree.chain(0, [1, 2, 3, 4]), [0, 1]),
-        Step([1, 2, 9], Tree.chain(0, [1, 2]), [0, 1, 2]),
+        Step([1, 9], Tree.chain(0, [1, 2, 3, 4]), [0, 1], {1: 0.9, 2: 0.2}),
+        Step([1, 2, 9], Tree.chain(0, [1, 2]), [0, 1, 2], {1: 1.0, 2: 0.5}),
         Step([9], Tree.chain(0, []), [0]),
     ]
     assert measure.alpha([SimpleNamespace(rounds=rounds)]) == 3 / 4
@@ -133,7 +134,7 @@ def test_a_repeat_is_a_whole_round_of_methods(weights, monkeypatch, capsys):
     calls = []
 
     def recorded(model, tokenizer, prompt, *, method, **options):
-        calls.append((method, prompt[0]))
+        calls.append((find_method(method).name, prompt[0]))
         return decode(model, tokenizer, prompt, method=method, **options)
 
     monkeypatch.setattr(measure, "decode", recorded)
@@ -210,8 +211,9 @@ def test_hybrid_drafts_as_in_generate(weights, tmp_path, flag, its, others):
     model, tokenizer = bench.load(args.model, "float64", "cpu")
     rows = bench.methods_of(args, model, tokenizer)
     generated = generate.parser().parse_args(["x", "--method", "hybrid", its, source])
-    expected = generate.method_options(generated, model, tokenizer) | {"k": 3}
-    assert rows["hybrid k=3"].keys() == expected.keys()
+    generate.check_flags(generated)
+    expected = generate.drafting_options(generated, model, tokenizer)
+    assert rows["hybrid k=3"].keys() == {*expected, "k", "method"}
     for name in {"draft", "head"} & expected.keys():
         assert rows["hybrid k=3"][name] is rows[others][name]
         for mine, other in zip(expected[name].parameters(), rows[others][name].parameters()):
@@ -228,6 +230,22 @@ def test_each_vocabulary_size_has_a_row(weights, capsys, tmp_path):
     rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert {"fastmtp k=3 of 5", "fastmtp k=3 of all"} < rows.keys()
     assert all(row["differing"] == 0 for row in rows.values())
+
+
+def test_methods_without_a_drafter_have_no_row_unless_they_were_asked_for(tmp_path):
+    save(byte_model(), TOKENIZER, tmp_path / "target")
+    save_mtp(random_mtp_head(byte_model(), 0), tmp_path / "mtp", "", TOKENIZER, torch.float64,
+             [1.0])  # fmt: skip
+    for more in [], ["--vocabulary-sizes", "none"]:
+        args = bench.parse(options_of(tmp_path, *more))
+        model, tokenizer = bench.load(args.model, "float64", "cpu")
+        rows = bench.methods_of(args, model, tokenizer)
+        assert ("fastmtp k=3 of all" in rows) == bool(more) and "hybrid k=3" in rows
+        assert not any(row.startswith(("speculative", "medusa", "eagle3")) for row in rows)
+    for more in (["--methods", "medusa"], ["--vocabulary-sizes", "none", "--draft", "nowhere"]):
+        args = bench.parse(options_of(tmp_path, *more))
+        with pytest.raises(UserError, match="medusa needs heads=|no such directory: nowhere"):
+            bench.methods_of(args, model, tokenizer)
 
 
 def test_prompts_are_built_in_or_held_out_or_questions(weights, tmp_path, capsys):
@@ -362,13 +380,13 @@ def test_markdown_is_one_table_with_the_facts_below_it(weights, tmp_path, capsys
     header, rule, *rows, blank, facts, _, command = capsys.readouterr().out.splitlines()
     assert header == "| tokens per pass, relative speed | chat | sums | mean |"
     assert rule == "|---|---|---|---|" and not blank
-    assert [row.split(" | ")[0] for row in rows] == ["| `jacobi`", "| `fastmtp k=3`"]
+    assert [row.split(" | ")[0] for row in rows] == ["| `fastmtp k=3`", "| `jacobi`"]
     for row in rows:
         cells = [tuple(map(float, cell.split(", "))) for cell in row.strip("| ").split(" | ")[1:]]
         for chat, sums, mean in zip(*cells):
             assert (chat + sums) / 2 == pytest.approx(mean, abs=0.02)
     for fact in ("(chat), ", "(sums) tokens/s.", f"torch {torch.__version__}, commit ",
-                 "Prompts: 3; repeats: 2.", "Lowest speedup of a single prompt: `jacobi` ",
+                 "Prompts: 3; repeats: 2.", "Lowest speedup of a single prompt: `fastmtp k=3` ",
                  "at most ", "differ from plain decoding's: 0.",
                  "Other processes used at most 4% of the cores."):  # fmt: skip
         assert fact in facts

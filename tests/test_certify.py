@@ -30,6 +30,7 @@ from minispec.certify.statistics import (
 )
 from minispec.certify.toys import Toy, first_tokens, small_model
 from minispec.checkpoints.load import load, save
+from minispec.cli import import_function
 from minispec.generate import decode
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
@@ -318,7 +319,7 @@ def test_working_seeds_are_not_samples_and_only_large_undetected_biases_are_ment
         (["--baseline", "a:b"], "--baseline only works with --impl or --server"),
         (["--runs", "500"], "--runs only works with --impl"),
         (["--server", "x", "--thorough"], "--thorough only works with --impl"),
-        (["--only", "x"], "--only only works with --impl or --server"),
+        (["--compare", "a", "b", "--only", "x"], "--only only works with --impl or --server"),
         (["--greedy-only"], "--greedy-only only works with --impl or --server"),
         (["--json", "/dev/null/x"], "--json /dev/null/x: cannot be written"),
         (["--impl", "a:b", "--length", "99"], "--length"),

@@ -269,7 +269,7 @@ def test_every_source_gives_the_same_prompt(folder, capsys, tmp_path, monkeypatc
     "arguments, match",
     [
         (["x", "--model", ""], "no such directory: "),
-        (["x", "--method", "magic"], "invalid choice: 'magic' (choose from"),
+        (["x", "--method", "magic"], "unknown method 'magic'; choose from autoregressive, "),
         (["x", "--temperature", "nan"], "nan must be a number, at least 0"),
         (["--prompt-file", ""], "cannot be read"),
         (["x", "--html", ""], "cannot be written (not a file)"),
@@ -290,7 +290,7 @@ def test_every_source_gives_the_same_prompt(folder, capsys, tmp_path, monkeypatc
         (["x", "--method", "speculative", "--draft", ""], "no such directory: "),
         (["x", "--method", "medusa", "--heads", ""], "no such directory: "),
         (["x", "--color", "--json"], "--color and --json are mutually exclusive"),
-        (["x", "--method", "fastmtp", "--tree", "0", "--model", "nowhere"], "auto or a number of"),
+        (["x", "--method", "fastmtp", "--tree", "0", "--model", "nowhere"], "--tree 0 must be"),
         (["x", "--method", "hybrid", "--tree", "8", "--draft", "x"], "--tree is for heads, not"),
         (["x", "--method", "fastmtp", "--tree", "8", "--draft-temperature", "1"], "not sampled"),
     ],
@@ -305,7 +305,7 @@ def test_user_errors_are_one_line_and_exit_code_2(folder, arguments, match, caps
     (minispec.__main__.main, ["genrate", "x"], "choice: 'genrate' (did you mean generate?)"),
     (minispec.__main__.main, ["magic"], "invalid choice: 'magic' (choose from "),
     (distill_main, ["generat"], "(did you mean generate?)"),
-    (generate.main, ["x", "--method", "medsua"], "'medsua' (did you mean medusa?)"),
+    (generate.main, ["x", "--method", "medsua"], "unknown method 'medsua'; did you mean medusa?"),
     (certify.main, ["--checks", "gredy"], "unknown check 'gredy'; did you mean greedy?"),
 ])  # fmt: skip
 def test_a_mistyped_name_is_answered_with_the_nearest(main, arguments, match, capsys):
@@ -333,8 +333,7 @@ def test_an_invalid_tree_file_is_a_one_line_error(tmp_path, capsys):
 
 def test_a_tree_file_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "tree.json").write_text("\ufeff[[0], [0, 0], [1]]\r\n", encoding="utf-8")
-    tree = generate.drafters.read_tree_option(str(tmp_path / "tree.json"), {"heads": True})
-    assert tree == [[0], [0, 0], [1]]
+    assert generate.drafters.read_paths(str(tmp_path / "tree.json")) == [[0], [0, 0], [1]]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")

@@ -23,12 +23,16 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     rows, loaded, found = requested_rows(args), {}, {}
     for row, (method, options) in rows.items():
         try:
-            drafter = drafter_of(args, method, model, tokenizer, loaded)
+            folders = folders_of(args, method, model)
         except UserError:
-            if args.methods or args.vocabulary_sizes:
+            if args.methods or method.name == "fastmtp" and args.vocabulary_sizes:
                 raise
             continue
-        found[row] = {"method": method.function} | drafter | options
+        found[row] = {"method": method.function} | options
+        for folder in folders:
+            if folder not in loaded:
+                loaded[folder] = load_drafter(folder, model, tokenizer, source_of(args, folder))
+            found[row] = loaded[folder] | found[row]
     for size in args.vocabulary_sizes:
         subset = {"vocabulary": "none"} if size is None else {"size": size}
         method, drafter = "fastmtp", load_drafter("mtp", model, tokenizer, args.mtp, **subset)
@@ -80,23 +84,18 @@ def rows_named(name: str, rows: Rows, k: int) -> Rows:
                     f"{suggestion(name, names)}")  # fmt: skip
 
 
-def drafter_of(
-    args: argparse.Namespace, method: Method, model: Transformer, tokenizer: Tokenizer,
-    loaded: dict[str, dict],
-) -> dict:  # fmt: skip
-    """What a method drafts with, as its options: from the flags or from next to the model. Adds to
-    `loaded` what comes from each folder."""
-    sources = {folder: getattr(args, flag[2:]) for folder, (_, flag) in FLAGS.items()}
+def folders_of(args: argparse.Namespace, method: Method, model: Transformer) -> list[str]:
+    """The folders of what a method drafts with, which flags name or which lie next to the model."""
     weights = {name: option.folder for name, option in method.of_kind("weights").items()}
-    given = {name: folder for name, folder in weights.items() if sources[folder] is not None}
-    if any(method.options[name][1] is not Parameter.empty for name in given):
+    given = {n: folder for n, folder in weights.items() if source_of(args, folder) is not None}
+    if any(method.options[n][1] is not Parameter.empty for n in given):
         given = dict([*given.items()][:1])  # one is enough
-    drafter = {}
-    for folder in (given | missing_drafters(method, model, given)).values():
-        if folder not in loaded:
-            loaded[folder] = load_drafter(folder, model, tokenizer, sources[folder])
-        drafter |= loaded[folder]
-    return drafter
+    return [*(given | missing_drafters(method, model, given)).values()]
+
+
+def source_of(args: argparse.Namespace, folder: str) -> str | None:
+    """What the flag names that takes the place of the folder."""
+    return getattr(args, FLAGS[folder][1][2:])
 
 
 def methods_of_flags() -> dict[str, tuple[str, ...]]:
