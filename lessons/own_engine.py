@@ -22,7 +22,6 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -35,10 +34,9 @@ from minispec.cli import UserError
 from minispec.generate import decode
 from minispec.generate.drafters import with_drafter
 from minispec.generate.view import write_page
-from minispec.methods import speculative
 from minispec.model import Transformer
 from minispec.paths import SHIPPED
-from minispec.sampling import Seeded
+from minispec.sampling import Randomness, Seeded
 
 LESSONS = Path(__file__).resolve().parent
 FILE = LESSONS / "my_minispec.py"
@@ -267,17 +265,28 @@ def replay(prompt: str = "Once upon a time", tokens: int = 60) -> None:
     of lesson 03, and write the page that steps through the run."""
     own, file = yours("accept"), FILE.with_name("my_run.html")
 
-    def accept(target, tree, randomness):
+    def rule(target, tree, randomness):
         drafts, q = tree.tokens[1:], [tree.drawn_from(i) for i in range(1, len(tree))]
-        n, fresh = own([*target], q, drafts, randomness)
-        return [*range(n + 1)], fresh
+        asked = Asked(randomness)
+        n, fresh = own([*target], q, drafts, asked)
+        return [*range(n + 1)], fresh, dict(zip(range(1, len(tree)), asked.chances))
 
     model, tokenizer = load_once(SHIPPED / "target")
-    with patch.object(speculative, "accept", accept):
-        run = decode(model, tokenizer, prompt, "speculative", k=3, temperature=0.8, seed=1,
-                     max_new_tokens=tokens)  # fmt: skip
+    run = decode(model, tokenizer, prompt, "speculative", k=3, temperature=0.8, seed=1,
+                 max_new_tokens=tokens, rule=rule)  # fmt: skip
     write_page(file, model, tokenizer, run, "the story model")
     print(f"open {file.name}: {len(run.tokens)} tokens from {len(run.rounds)} passes")
+
+
+class Asked:
+    """A Randomness that remembers the chances of acceptance, which the page shows."""
+
+    def __init__(self, randomness: Randomness):
+        self.randomness, self.categorical, self.chances = randomness, randomness.categorical, []
+
+    def bernoulli(self, p: float) -> bool:
+        self.chances.append(float(p))
+        return self.randomness.bernoulli(p)
 
 
 # ---- what surrounds the loop ---------------------------------------------------------------------

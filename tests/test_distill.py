@@ -621,7 +621,7 @@ def test_heads_draft_from_the_vocabulary_they_were_trained_on(
         generate.main([*flags, *more])
     capsys.readouterr()
     model, tokenizer = load(target, "float64", "cpu")
-    vocabulary = load_drafter(method, model, tokenizer, str(trained))["vocabulary"]
+    vocabulary = load_drafter(command.split()[0], model, tokenizer, str(trained))["vocabulary"]
     assert vocabulary.languages == load_vocabulary(words, model, tokenizer).languages
     (trained / "training.pt").unlink()
     run(*command.split(), "--model", target, "--generated", own, "--device", "cpu", "--rows", 2,

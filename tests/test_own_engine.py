@@ -321,7 +321,10 @@ def test_a_page_shows_what_the_readers_accept_decides(run, capsys):
     trees = [each["tree"] for each in json.loads(data)["passes"]]
     assert [tree["path"] for tree in trees] == [[0]] * 5
     assert {len(tree["tokens"]) for tree in trees} == {4}
+    assert {chance for each in json.loads(data)["passes"] for chance in each["chance"]} == {None}
     own_engine.FILE.unlink()
     own_engine.replay(tokens=20)
     whose, where = capsys.readouterr().out.splitlines()
     assert whose.startswith("accept: minispec's") and not where.endswith(" 20 passes")
+    page = own_engine.FILE.with_name("my_run.html").read_text(encoding="utf-8")
+    assert '"chance": [null, 0.' in page  # what it asked of the first draft

@@ -43,7 +43,7 @@ def test_the_name_means_the_model_in_the_hub_s_cache_or_the_downloaded_one(real,
     (real / "mtp").mkdir()
     (real / "mtp" / "config.json").touch()
     for model.source in real / "target", resolve("smollm2"):
-        assert find_drafter("fastmtp", model) == real / "mtp"
+        assert find_drafter("mtp", model) == real / "mtp"
     fetch.main([])
     assert str(folder / "snapshots" / "abc") in capsys.readouterr().out  # nothing is downloaded
 

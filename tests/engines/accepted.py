@@ -37,7 +37,7 @@ model, tokenizer = load(args.model, "float32", "cpu")
 optimize(model)
 method = "fastmtp" if args.type == "mtp" else args.type
 vocabulary = None if args.type == "eagle3" else "none"
-options = load_drafter(method, model, tokenizer, args.heads, vocabulary)
+options = load_drafter(args.type, model, tokenizer, args.heads, vocabulary)
 options |= {"tree": CHAIN_OF_3} if args.type == "medusa" else {"k": 3}
 prompts = sum(prompts_of(args, model, tokenizer).values(), [])
 runs = [

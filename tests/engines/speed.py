@@ -19,13 +19,13 @@ import httpx
 import torch
 from serve import serving, vllm_tokens
 
-from minispec import UserError, load
+from minispec import load
 from minispec.bench.measure import measure, measure_machine, table_of
 from minispec.bench.prompts import prompts_of
 from minispec.bench.tables import show
 from minispec.checkpoints.gguf import find_gguf
 from minispec.fast import optimize
-from minispec.generate.drafters import find_drafter, load_drafter
+from minispec.generate.drafters import find_drafter, with_drafter
 from minispec.model import Transformer
 
 
@@ -69,8 +69,7 @@ def transformers_decoders(model: Transformer, n: int) -> dict:
 
     target = read(model.source)
     options = {"transformers": {}, "transformers, lookup": {"prompt_lookup_num_tokens": 4}}
-    with contextlib.suppress(UserError):  # there may be no draft
-        draft = find_drafter("speculative", model)
+    if draft := find_drafter("draft", model):
         options["transformers, assisted"] = {"assistant_model": read(draft)}
     return {row: partial(decoder, options[row]) for row in options}
 
@@ -107,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     args.questions = args.data = None
     n, threads = args.max_new_tokens, torch.get_num_threads()
     model, tokenizer = load(args.model, "float32", "cpu")
-    head = load_drafter("fastmtp", model, tokenizer)
+    head = with_drafter("fastmtp", model, tokenizer, {})
     methods = {"autoregressive": {}} | {f"fastmtp k={k}": head | {"k": k} for k in (3, "auto")}
     with contextlib.ExitStack() as stack:
         others = transformers_decoders(model, n)
