@@ -31,16 +31,18 @@ def greedy_only(checkpoint: str, prompt: list[int], **options) -> list[int]:
     return lookup(checkpoint, prompt, **options)
 
 
-def drafting(k: int = 2, **patches) -> Callable:
-    """Our speculative decoding with the checkpoint's draft: correct, unless names of its module are
-    replaced."""
+def drafting(k: int = 2, accept: Callable = verify.accept, **patches) -> Callable:
+    """Our speculative decoding with the checkpoint's draft: correct, unless its rule or names of
+    its module are replaced."""
 
     def implementation(checkpoint, prompt, **options):
         model, draft = loaded(checkpoint), loaded(f"{checkpoint}/draft")
         with contextlib.ExitStack() as stack:
             for name, mistake in patches.items():
                 stack.enter_context(mock.patch.object(speculative, name, mistake))
-            run = decode(model, None, prompt, "speculative", draft=draft, k=k, **options)
+            run = decode(
+                model, None, prompt, "speculative", draft=draft, k=k, rule=accept, **options
+            )
         return run.tokens, run.stats["drafted"], run.stats["accepted"]
 
     return implementation

@@ -23,6 +23,7 @@ from minispec import cli
 from minispec.certify.__main__ import main
 from minispec.certify.common import NotSupported
 from minispec.certify.examination import Request
+from minispec.certify.methods import cases
 from minispec.certify.servers import checks as server
 from minispec.certify.servers.checks import SERVER_SAMPLINGS, check_server
 from minispec.certify.servers.context import ServerDecoder
@@ -119,6 +120,7 @@ def mutated(mutant: str, make=byte_server) -> CorrectServer:
 
         def run(self, request, seed):
             with self.lock, patch.apply():
+                self.options["rule"] = cases.accept  # which some of the mutants replace
                 return super().run(request, seed)
 
     return make(Mutated)
