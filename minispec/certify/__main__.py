@@ -1,9 +1,11 @@
 """The command line of the certifier."""
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
@@ -35,13 +37,16 @@ from minispec.cli import (
     import_function,
     number,
 )
+from minispec.methods import find_method
+from minispec.methods.declaration import Method
 from minispec.remote.client import Server, keys_in
 
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
-    **dict.fromkeys(("baseline", "only", "greedy_only"), ("impl", "server")),
+    **dict.fromkeys(("baseline", "greedy_only"), ("impl", "server")),
+    "only": ("impl", "server", "method", ""),
     **dict.fromkeys(("thorough", "runs", "outcomes", "length", "save"), ("impl",)),
     **dict.fromkeys(("name", "key_env", "requests", "precision"), ("server",)),
-    "model": ("server", "compare"), "checks": ("impl", "server", ""),
+    "model": ("server", "compare"), "checks": ("impl", "server", "method", ""),
 }  # fmt: skip
 
 
@@ -53,6 +58,8 @@ def parser() -> Parser:
     mode.add_argument("--server", metavar="URL", help="test a server with /v1/completions")
     mode.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the "
                       "differences between two files of generate --json lines")  # fmt: skip
+    mode.add_argument("--method", type=Source, help="prove a decoding loop: a method of this "
+                      "package, or your own as file.py:function")  # fmt: skip
     p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
                    "function or a URL); --impl or --server must then equal it")  # fmt: skip
     p.add_argument("--thorough", action="store_true", default=None, help="test --impl for "
@@ -74,8 +81,8 @@ def parser() -> Parser:
                    help=f"run only some checks, of {','.join(CHECKS)}; "
                    f"for --impl, of {','.join(FUNCTION_CHECKS)}; "
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
-    p.add_argument("--only", metavar="TEXT", help="judge only the rows of --impl or --server whose "
-                   '"check: case" contains this text')  # fmt: skip
+    p.add_argument("--only", metavar="TEXT", help="judge only the rows whose case (for --impl and "
+                   '--server: whose "check: case") contains this text')  # fmt: skip
     p.add_argument("--greedy-only", action="store_true", default=None, help="leave out the checks "
                    "that sample, for a decoder that does not")  # fmt: skip
     p.add_argument("--save", type=OutputFolder, metavar="DIR", help="keep --impl's checkpoints")
@@ -88,7 +95,8 @@ def parser() -> Parser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags, rejecting any that would be ignored."""
     args = parser().parse_args(argv)
-    chosen = (x for x in ("impl", "server", "compare") if getattr(args, x) is not None)
+    modes = "impl", "server", "compare", "method"
+    chosen = (x for x in modes if getattr(args, x) is not None)
     mode = next(chosen, "")
     for flag, modes in FLAG_MODES.items():
         if getattr(args, flag) is not None and mode not in modes:
@@ -129,7 +137,22 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
             baseline = import_function(args.baseline, "--baseline")
         impl = import_function(args.impl)
         return check_implementation(impl, args.only or "", args.checks, limits, baseline, folder)
-    return (verdict for name in args.checks for verdict in CHECKS[name]())
+    methods = None if args.method is None else [find_method(args.method)]
+    found = (guarded(name, args.only or "", methods) for name in args.checks)
+    return itertools.chain.from_iterable(found)
+
+
+def guarded(name: str, only: str, methods: list[Method] | None) -> Iterator[Verdict]:
+    """The rows of a check; an exception of somebody's own method is a row that fails."""
+    try:
+        yield from CHECKS[name](only, methods)
+    except Exception as error:
+        if methods is None:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}, line {frame.lineno}"
+        what = f"raised {type(error).__name__}: {error} ({where})"
+        yield Verdict(name, methods[0].name, False, what)
 
 
 @cli.command

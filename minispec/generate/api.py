@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import index
 from reprlib import repr as brief
 
@@ -61,6 +61,9 @@ def stream(
         options = with_policies(method, model, validate_options(method, options))
     check_sizes(method, model, len(ids), cache, options)
     steps = method.function(model, ids, sampling, randomness, cache=cache, **options)
+    if not isinstance(steps, Iterator):
+        raise UserError(f"{method.name} returns a {type(steps).__name__}; a method is a generator "
+                        "that yields Steps")  # fmt: skip
     decoder = tokenizer.stream(ids) if tokenizer else None
     modules = (value for value in options.values() if isinstance(value, torch.nn.Module))
     extra = sum(map(distributed.count_whole, modules))

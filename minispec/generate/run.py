@@ -71,6 +71,7 @@ class Run:
     held_back: str = ""  # decoded text that may be the start of a stop string
     finish_reason: str | None = None
     rounds: list[Step] = field(default_factory=list)
+    prefilled: bool = False
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -111,7 +112,27 @@ class Run:
             raise UserError("another run has begun to use this run's cache; finish one run before "
                             "you pass its cache to the next")  # fmt: skip
         with without_autocast(self.caches[0].device):
-            return next(self.steps)
+            step = next(self.steps, None)
+        if problem := self.broken_contract(step):
+            raise UserError(f"{self.method}: {problem}")
+        return step
+
+    def broken_contract(self, step: object) -> str | None:
+        """What is wrong with a round of a method, if anything; see tree.Step."""
+        if not isinstance(step, Step):
+            return ("it ended; a method yields a Step for each round, without end" if step is None
+                    else f"it yields an object of type {type(step).__name__}; a method yields "
+                    "Steps")  # fmt: skip
+        if not self.prefilled:
+            self.prefilled = True
+            return "its first Step is the prefill, which has no tokens" if step.tokens else None
+        if step.tree is None or step.tokens[:-1] != step.tree.tokens_at(step.path[1:]):
+            return "the tokens of a Step are those of its path below the root, and the next one"
+        committed = len(self.prompt) + len(self.tokens) + len(step.tokens) - 1
+        if self.caches[0].length != committed:
+            return (f"the cache holds {self.caches[0].length} tokens after a round instead of "
+                    f"{committed}, all but the newest: commit the path, no more")  # fmt: skip
+        return None
 
     def emit(self, step: Step) -> Chunk:
         """Append the step's tokens, up to the first one that ends the run."""

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from inspect import Parameter
@@ -37,8 +38,9 @@ def bound(name: str | Callable, **options) -> Method:
     apply."""
 
     def call(*arguments, **more) -> Iterator[Step]:
-        rule = {} if accept is verify.accept else {"rule": accept}
-        method = METHODS.get(name, name)
+        method, rule = METHODS.get(name, name), {}
+        if accept is not verify.accept and "rule" in inspect.signature(method).parameters:
+            rule = {"rule": accept}
         return method(*arguments, **more, **rule | fresh_options(options))
 
     return call
@@ -242,6 +244,9 @@ class ExactCase:
     prompt: tuple[int, ...] = (1, 0, 1, 1, 0)
 
 
+REPEATED = 1, 0, 1, 0, 1, 0  # a text in which the latest three tokens have occurred before
+
+
 def exact_cases(methods: list[Declared] | None = None) -> Iterator[ExactCase]:
     """Yield cases small enough to enumerate: over three tokens or, if several drafts are sampled at
     once, over two. If possible, as many tokens are enumerated as a round can bring, so that the
@@ -251,10 +256,15 @@ def exact_cases(methods: list[Declared] | None = None) -> Iterator[ExactCase]:
         for toy in True, False:
             targets = target(toy, 3), target(toy, 2)
             for over_three, over_two in zip(*(cases_of(each, model, 4) for model in targets)):
-                if toy or not runs_on_toys(each, over_three[1]):
-                    pairs = zip((over_three, over_two), targets)
-                    yield smaller(*(ExactCase(name, bound(each.function, **options), model=model)
-                                    for (name, options), model in pairs))  # fmt: skip
+                if not toy and runs_on_toys(each, over_three[1]):
+                    continue
+                pairs = zip((over_three, over_two), targets)
+                pair = [ExactCase(name, bound(each.function, **options), model=model)
+                        for (name, options), model in pairs]  # fmt: skip
+                yield smaller(*pair)
+                if any(option.auto == "copies" for option, _ in each.options.values()):
+                    name = f"{over_three[0]}, repeated text"
+                    yield smaller(*(replace(c, name=name, prompt=REPEATED) for c in pair))
 
 
 def smaller(over_three: ExactCase, over_two: ExactCase) -> ExactCase:

@@ -9,7 +9,7 @@ from functools import partial
 
 from minispec.certify import toys
 from minispec.certify.common import GREEDY, Verdict, first_difference
-from minispec.certify.methods import cases
+from minispec.certify.methods import cases, planted
 from minispec.certify.statistics import FALSE_ALARM, chi_square_p
 from minispec.certify.toys import Toy, every_outcome, first_tokens, small_model
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -259,10 +259,17 @@ def ending_difference(
     return None if next_turn.tokens == expected.tokens else "the next turn's tokens differ"
 
 
+def check_planted(only: str = "", methods: Methods = None) -> Iterator[Verdict]:
+    """Check that a method's own cases catch mistakes that are planted around it (see planted.py).
+    By default, nothing: the tests plant more in the methods of the package."""
+    return planted.check_planted(only, methods or [], [check_exact, check_greedy, check_cache])
+
+
 CHECKS: dict[str, Check] = {
     "exact": check_exact,
     "greedy": check_greedy,
     "cache": check_cache,
     "statistical": check_statistical,
     "limits": check_limits,
+    "planted": check_planted,
 }
