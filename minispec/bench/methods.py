@@ -10,6 +10,7 @@ from minispec.generate.drafters import FLAGS, load_drafter, missing_drafters
 from minispec.methods import METHODS, find_method
 from minispec.methods.declaration import Method
 from minispec.model import Transformer
+from minispec.verify import RULES
 
 PLAIN = "autoregressive"  # what all others are compared with
 ANY_NUMBER = re.compile(r"(\S+) (\w+)=([1-9]\d{0,2})")
@@ -28,7 +29,8 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
             if args.methods or method.name == "fastmtp" and args.vocabulary_sizes:
                 raise
             continue
-        found[row] = {"method": method.function} | options
+        rule = {name: RULES[args.verify] for name in method.of_kind("rule") if args.verify}
+        found[row] = {"method": method.function} | rule | options
         for folder in folders:
             if folder not in loaded:
                 loaded[folder] = load_drafter(folder, model, tokenizer, source_of(args, folder))
