@@ -57,8 +57,8 @@ def parser() -> Parser:
     p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
                    type=lambda text: [*map(number(0, kind=float), comma_separated(text))])
     p.add_argument("--k", type=number(1), default=4, help="draft tokens per round, for speculative")
-    p.add_argument("--verify", choices=RULES, help="the rule of acceptance, for methods that sample "
-                   "their drafts")  # fmt: skip
+    p.add_argument("--verify", choices=RULES,
+                   help="the rule of acceptance, for methods that sample drafts")  # fmt: skip
     p.add_argument("--vocabulary-sizes", default=[], metavar="N,N,…",
                    help="run fastmtp also with N tokens per language; none: with all tokens",
                    type=lambda text: [None if part == "none" else number(1)(part)
