@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import paths
+from minispec.certify.methods import cases
 from minispec.certify.toys import (
     random_eagle3_head,
     random_medusa_heads,
@@ -26,6 +28,7 @@ from minispec.certify.toys import (
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.fast import cost, products
+from minispec.methods import METHODS, find_method
 from minispec.methods.medusa import MedusaHeads, new_heads
 from minispec.model import Config, Transformer
 from minispec.tree import Tree
@@ -84,17 +87,32 @@ def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:
 
 
 def method_options(model: Transformer) -> dict[str, dict]:
-    """The options of the methods that need a draft or heads: small random ones on the model's
-    device. Their trees branch, and some of their guesses are right."""
-    heads = {"heads": random_medusa_heads(model, 1).to(model.device)}
-    return {
-        "speculative": {"draft": random_model(1, layers=1).to(model.device), "k": 3},
-        "medusa": heads | {"tree": [(0, 0, 0), (1,), (0, 1), (2, 0, 1)]},
-        "medusa-typical": heads,
-        "fastmtp": {"head": random_mtp_head(model, 2).to(model.device), "k": 3},
-        "hybrid": {"head": random_mtp_head(model, 2).to(model.device), "k": 3},
-        "eagle3": {"head": random_eagle3_head(model, 2).to(model.device), "k": 3},
-    }
+    """What each method drafts with: small random drafts or heads, on the model's device. Their
+    trees branch, and some of their guesses are right."""
+    heads = random_medusa_heads(model, 1)
+    heads.tree = [(0, 0, 0), (0, 1), (1,), (2, 0, 1)]
+    drafters = {"draft": random_model(1, layers=1), "medusa": heads,
+                "mtp": random_mtp_head(model, 2), "eagle3": random_eagle3_head(model, 2)}
+    options = {}
+    for name in METHODS:
+        weights = find_method(name).of_kind("weights").items()
+        options[name] = {argument: drafters[option.folder].to(model.device)
+                         for argument, option in [*weights][:1]}  # fmt: skip
+    return options
+
+
+def kinds_of_cases(
+    method: str, model: cases.Target, seed: int = 0, first: bool = False
+) -> dict[str, dict]:
+    """The options of a few of a method's cases, by their names: the last of each kind and, if
+    `first`, the first as well. Cases of one kind have the same options, chosen by the same kinds of
+    policies, and the same drafter."""
+    kinds: dict[tuple, list] = {}
+    for name, options in cases.cases_of(find_method(method), model, seed):
+        values = [(key, type(x), x if isinstance(x, bool | FunctionType) else 0)
+                  for key, x in options.items()]  # fmt: skip
+        kinds.setdefault(("probing" in name, *values), []).append((name, options))
+    return dict(case for kind in kinds.values() for case in (kind[:1] if first else []) + kind[-1:])
 
 
 def last_error_line(capsys, command) -> str:
