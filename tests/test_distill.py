@@ -42,7 +42,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.distill import draft, tree
 from minispec.distill.__main__ import main as distill_main
 from minispec.distill.documents import Documents, shuffled_batches
-from minispec.distill.own_text import held_out_indices, prompt_digest, read_generated, read_split
+from minispec.distill.generated import held_out_indices, prompt_digest, read_generated, read_split
 from minispec.generate import __main__ as generate
 from minispec.generate.drafters import load_drafter
 from minispec.methods.medusa import RANKS, new_heads, with_prefixes

@@ -19,7 +19,7 @@ from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.distill import server
 from minispec.distill.__main__ import main as distill_main
-from minispec.distill.own_text import read_generated
+from minispec.distill.generated import read_generated
 from minispec.remote.client import Server, in_parallel
 
 CONTROL = [END, USER, ASSISTANT, END_TURN]

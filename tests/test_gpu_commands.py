@@ -18,7 +18,7 @@ from conftest import ROOT, TOKENIZER, byte_model, file_limit, last_error_line
 from minispec import UserError, distributed
 from minispec.checkpoints.load import save
 from minispec.distill.__main__ import main as distill_main
-from minispec.distill.own_text import read_generated
+from minispec.distill.generated import read_generated
 from minispec.fast.cost import ROW_COUNTS
 from minispec.training.loop import CHECKPOINT, check_processes
 

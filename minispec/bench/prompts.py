@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note, user_error
-from minispec.distill.own_text import read_split
+from minispec.distill.generated import read_split
 from minispec.model import Transformer
 from minispec.training.text import Conversation, Skipped, encode, held_out_prompts, turn
 

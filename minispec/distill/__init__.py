@@ -9,9 +9,9 @@ Generation and training resume where they stopped when restarted.
 
 from minispec.distill.batch import sample_batch
 from minispec.distill.documents import Documents, hidden_states
+from minispec.distill.generated import Duplicates
 from minispec.distill.medusa import HeadsLoss
 from minispec.distill.mtp import AllSteps, MTPLoss, step_accuracy, step_weights
-from minispec.distill.own_text import Duplicates
 from minispec.distill.tree import labels_of
 
 __all__ = [

@@ -18,7 +18,7 @@ from minispec.checkpoints.heads import load_vocabulary, save_vocabulary
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note
-from minispec.distill.own_text import read_split
+from minispec.distill.generated import read_split
 from minispec.generate.drafters import find_drafter, load_drafter
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer

@@ -30,7 +30,7 @@ from minispec.cli import OutputFile, UserError, flag_name, note, user_error
 from minispec.distill import server
 from minispec.distill.batch import sample_batch
 from minispec.distill.documents import load_target, weights_digest
-from minispec.distill.own_text import OPENERS, Duplicates, read_generated
+from minispec.distill.generated import OPENERS, Duplicates, read_generated
 from minispec.generate.api import unlisted_eos_warning
 from minispec.model import Config, Transformer
 from minispec.sampling import Sampling

@@ -11,7 +11,7 @@ from minispec.checkpoints.heads import save_vocabulary
 from minispec.checkpoints.load import read_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import TEXT_ENCODING, OutputFile, UserError, comma_separated, number
-from minispec.distill.own_text import OPENERS, read_generated
+from minispec.distill.generated import OPENERS, read_generated
 from minispec.methods.vocabulary import count
 from minispec.training.text import plain_text, read_documents
 

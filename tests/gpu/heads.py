@@ -30,7 +30,7 @@ from minispec import load, paths
 from minispec.bench import __main__ as bench
 from minispec.bench.measure import per_pass
 from minispec.checkpoints.weights import atomic_write, write_bytes
-from minispec.distill.own_text import read_generated
+from minispec.distill.generated import read_generated
 from minispec.generate import decode
 from minispec.training.loop import CHECKPOINT
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from minispec import load
-from minispec.distill.own_text import read_generated
+from minispec.distill.generated import read_generated
 
 LANGUAGES = "German", "French", "Spanish", "Italian"
 SUMMARIES = (
