@@ -70,13 +70,15 @@ def load_drafter(
     folder: str, model: Transformer, tokenizer: Tokenizer | None,
     source: str | os.PathLike | None = None, vocabulary: str | None = None, size: int | None = None,
 ) -> dict:  # fmt: skip
-    """Load what lies in a `folder` of this name (draft, medusa, mtp or eagle3), as the options of a
-    method, from `source` (default: from next to the model).
+    """Load what lies in a `folder` of this name (draft, medusa, mtp, eagle3, or a method's name for
+    its own), as the options of a method, from `source` (default: from next to the model).
 
     Heads also get the `vocabulary` of a file, by default the vocabulary.json next to them, if any,
     with at most `size` tokens per language. "none" is the full vocabulary. An EAGLE-3 head has its
     own; it may also take the place of a FastMTP head.
     """
+    if folder not in FLAGS:
+        folder = next(option.folder for option in find_method(folder).of_kind("weights").values())
     source = find_drafter(folder, model) if source is None else source
     if folder == "draft":
         draft, draft_tokenizer = load(source, model.dtype, str(model.device), draft=True)
