@@ -84,7 +84,7 @@ def accept_block(
         rests.append((weights[i] * target[i] - qs[i]).clamp(min=0.0))
         total = float(rests[-1].sum())
         if i:
-            chances[i] = total / (total + 1 - weights[i]) if total else 0.0
+            chances[i] = total / (total + (1 - weights[i])) if total else 0.0
     for i, rest in zip(reversed(range(n + 1)), rests):
         if i == 0 or randomness.bernoulli(chances[i]):
             rest = rest if rest.sum() > 0 else target[i]  # p equals q up to rounding

@@ -1,5 +1,7 @@
 """The acceptance rule: exact distributions over every random outcome, and edge cases."""
 
+import itertools
+import math
 import random
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from minispec.certify.toys import every_outcome
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
-from minispec.verify import accept
+from minispec.verify import accept, accept_block
 
 
 def random_distribution(rng: random.Random, size: int = 4) -> torch.Tensor:
@@ -101,3 +103,52 @@ def test_a_draft_is_accepted_if_rounding_leaves_no_residual():
             return 0
 
     assert accept([p, p], Tree.chain(0, [1], [q]), Never())[0] == [0, 1]
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-17, 1e-16, 3e-16])
+def test_a_block_of_drafts_from_the_target_itself_is_accepted(noise):
+    """Also if rounding leaves almost nothing of p - q."""
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    q = torch.stack([p[:2] + noise, p[2:] - noise]).flatten()
+    for seed in range(200):
+        tree = Tree.chain(0, [seed % 4, (seed // 4) % 4, seed % 3], [q, q, q])
+        path, fresh, chances = accept_block([p] * 4, tree, Seeded(seed))
+        assert path == [0, 1, 2, 3] and 0 <= fresh < 4
+        assert all(0 <= chance <= 1 for chance in chances.values())
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_block_verification_is_exact_and_accepts_at_least_as_much(k):
+    """Over all outcomes, for random distributions after every context."""
+    gains = []
+    for seed in range(4):
+        rng, lengths = random.Random(seed), {}
+        target, draft = ({c: random_distribution(rng) for n in range(k + 1)
+                          for c in itertools.product(range(4 if k < 3 else 2), repeat=n)}
+                         for _ in range(2))  # fmt: skip
+        if k == 3:
+            target, draft = ({c: p[:2] / p[:2].sum() for c, p in d.items()} for d in (target, draft))
+        for rule in accept, accept_block:
+            joint: dict[tuple, float] = {}
+            lengths[rule] = 0.0
+
+            def round_of(randomness):
+                drafts, probs = [], []
+                for _ in range(k):
+                    probs.append(draft[tuple(drafts)])
+                    drafts.append(randomness.categorical(probs[-1]))
+                rows = [target[tuple(drafts[:i])] for i in range(k + 1)]
+                path, fresh, _ = rule(rows, Tree.chain(0, drafts, probs), randomness)
+                emitted = [*drafts[: len(path) - 1], fresh]
+                while len(emitted) <= k:  # continue with plain decoding
+                    emitted.append(randomness.categorical(target[tuple(emitted)]))
+                return tuple(emitted), len(path)
+
+            for (outcome, length), weight in every_outcome(round_of):
+                joint[outcome] = joint.get(outcome, 0.0) + weight
+                lengths[rule] += weight * length
+            for outcome, weight in joint.items():
+                parts = (target[outcome[:i]][outcome[i]] for i in range(k + 1))
+                assert abs(weight - float(math.prod(parts))) < 1e-12
+        gains.append(lengths[accept_block] - lengths[accept])
+    assert min(gains) > -1e-12 and (max(gains) > 1e-3) == (k > 1)
