@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoints.config import BOOLEAN, SIZE, CheckedJson, config_json, parse_config
-from minispec.checkpoints.heads import check_tokenizer, read_acceptance, save_acceptance
+from minispec.checkpoints.heads import fill_head, read_heads, save_measured, shared_fields
 from minispec.checkpoints.load import resolve
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.checkpoints.weights import fill, read_tensors, weight_files, write_json, write_tensors
+from minispec.checkpoints.weights import write_tensors
 from minispec.cli import UserError
-from minispec.distributed import all_reduce_outputs, shard_config
+from minispec.distributed import shard_config
 from minispec.methods.eagle3 import Eagle3Head, default_layers
 from minispec.model import Config, Transformer
 
@@ -50,9 +50,7 @@ def load_eagle3(
     UserError for a head of another model or tokenizer."""
     keys, target = config_of(source), model.config
     config = shard_config(head_config(keys), draft=True)
-    tensors: dict[str, Tensor] = {}
-    for file in [Path(source)] if Path(source).is_file() else weight_files(keys.path.parent):
-        tensors |= read_tensors(file, config)
+    tensors, folder = read_heads(source, "", config, tokenizer)
     tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()
                if not IGNORED.fullmatch(n)}  # fmt: skip
     ids = read_ids(str(source), tensors, keys.get("draft_vocab_size", SIZE), target.vocab_size)
@@ -66,11 +64,7 @@ def load_eagle3(
     with torch.device("meta"):
         head = Eagle3Head(config, target, ids, *options)
     head.ids = head.host_ids.to(model.device)
-    fill(head, tensors, str(source), model.dtype, model.device)
-    all_reduce_outputs(head)
-    check_tokenizer(str(source), keys.path.parent, tokenizer)
-    head.acceptance = read_acceptance(keys.path)
-    return head.eval()
+    return fill_head(head, tensors, source, folder, model)
 
 
 def head_config(keys: CheckedJson) -> Config:
@@ -126,9 +120,7 @@ def save_eagle3(
         RESIDUAL: head.midlayer.norm_before_residual,
         LAYER_IDS: list(head.feature_layers),
         "num_aux_hidden_states": len(head.feature_layers),  # vLLM expects 3 otherwise
-        "base_model_name_or_path": base,
-        "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
-    }
+    } | shared_fields(base, tokenizer)
     if speculators:
         config |= {
             "architectures": ["Eagle3DraftModel"],
@@ -148,5 +140,4 @@ def save_eagle3(
     if not torch.equal(ids, torch.arange(head.size)):  # vLLM rejects d2t of a full vocabulary
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": t2d}
     write_tensors(directory / "model.safetensors", tensors)
-    write_json(directory / "config.json", config)
-    save_acceptance(head, directory)
+    save_measured(head, directory, config)

@@ -64,14 +64,33 @@ def read_heads(
         heads = heads or tensors
     if not heads:
         raise UserError(f"{source} has no heads: no tensors {prefix}* and no {MEDUSA_FILES[0]}")
-    check_tokenizer(str(source), folder, tokenizer)
+    fingerprint = optional_json(folder / "config.json").get("tokenizer_fingerprint")
+    check_matching(str(source), Tokenizer.from_directory(folder) or fingerprint, tokenizer)
     return heads, folder
 
 
-def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> None:
-    """Raise UserError if a tokenizer or a fingerprint next to heads differs from the model's."""
-    fingerprint = optional_json(folder / "config.json").get("tokenizer_fingerprint")
-    check_matching(where, Tokenizer.from_directory(folder) or fingerprint, tokenizer)
+def shared_fields(base: str, tokenizer: Tokenizer | None) -> dict[str, str | None]:
+    """Return the fields that every format's config.json has. `base` is the target's name."""
+    fingerprint = tokenizer.fingerprint if tokenizer else None
+    return {"base_model_name_or_path": base, "tokenizer_fingerprint": fingerprint}
+
+
+def save_measured(
+    heads: MedusaHeads | RecurrentHead, directory: Path, config: dict | None = None
+) -> None:
+    """Write `config`, by default config.json itself, with what was measured of the heads: the tree
+    and the accuracies of Medusa's, or the acceptance by step."""
+    file = directory / "config.json"
+    config = config or optional_json(file)
+    if isinstance(heads, MedusaHeads):
+        accuracy = None if heads.accuracy is None else heads.accuracy.tolist()
+        measured = {"medusa_choices": heads.tree, "medusa_accuracy": accuracy}
+        return write_json(file, config | measured, indent=None)
+    rates = heads.acceptance and [round(rate, 3) for rate in heads.acceptance]
+    write_json(file, config | {"mtp_acceptance": rates})
+
+
+save_tree = save_acceptance = save_measured
 
 
 # ---- Medusa --------------------------------------------------------------------------------------
@@ -144,23 +163,9 @@ def save_medusa(
 ) -> None:
     """Write the heads for `load_medusa`, in layout v1, or v2 if they share lm_head."""
     write_tensors(directory / MEDUSA_FILES[0], heads.state_dict(), dtype)
-    config = {
-        "base_model_name_or_path": base,
-        "medusa_num_heads": len(heads),
-        "medusa_num_layers": heads.layers,
-        "version": "2" if heads.shared else "1",
-        "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
-    }
-    write_json(directory / "config.json", config, indent=None)
-    save_tree(heads, directory)
-
-
-def save_tree(heads: MedusaHeads, directory: Path) -> None:
-    """Update the tree and the accuracies in config.json, and nothing else."""
-    config = optional_json(directory / "config.json")
-    config["medusa_choices"] = heads.tree
-    config["medusa_accuracy"] = None if heads.accuracy is None else heads.accuracy.tolist()
-    write_json(directory / "config.json", config, indent=None)
+    numbers = {"medusa_num_heads": len(heads), "medusa_num_layers": heads.layers}
+    config = numbers | {"version": "2" if heads.shared else "1"}
+    save_measured(heads, directory, config | shared_fields(base, tokenizer))
 
 
 # ---- MTP -----------------------------------------------------------------------------------------
@@ -177,6 +182,14 @@ def load_mtp(
     check_attention(str(source), folder, model.config)
     with torch.device("meta"):
         head = MTPHead(model.config)
+    return fill_head(head, tensors, source, folder, model)
+
+
+def fill_head(
+    head: RecurrentHead, tensors: dict[str, Tensor], source: str | os.PathLike, folder: Path,
+    model: Transformer,
+) -> RecurrentHead:  # fmt: skip
+    """Move the tensors of a head of a `model` into it and set its acceptance."""
     fill(head, tensors, str(source), model.dtype, model.device)
     distributed.all_reduce_outputs(head)
     head.acceptance = read_acceptance(folder / "config.json")
@@ -215,21 +228,11 @@ def save_mtp(
     tensors = {MTP_PREFIX + name: tensor for name, tensor in head.state_dict().items()}
     write_tensors(directory / "model.safetensors", tensors, dtype)
     config = config_json(head.config, dtype) | {
-        "base_model_name_or_path": base,
         "num_nextn_predict_layers": 1,
         "num_speculative_steps": len(weights),
         "mtp_loss_step_weights": [round(weight, 4) for weight in weights],
-        "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }
-    write_json(directory / "config.json", config)
-    save_acceptance(head, directory)
-
-
-def save_acceptance(head: RecurrentHead, directory: Path) -> None:
-    """Update the acceptance by step in config.json, and nothing else."""
-    config = optional_json(directory / "config.json")
-    config["mtp_acceptance"] = head.acceptance and [round(rate, 3) for rate in head.acceptance]
-    write_json(directory / "config.json", config)
+    save_measured(head, directory, config | shared_fields(base, tokenizer))
 
 
 # ---- vocabularies --------------------------------------------------------------------------------
