@@ -40,8 +40,7 @@ from black_boxes import (
 
 from minispec.certify.common import Failed, NotSupported, drafting_result
 from minispec.certify.conventions import OTHER_ORDERS, Conventions, warper
-from minispec.certify.examination import Examination, Request, judge, samples_fit
-from minispec.certify.functions.checkpoints import write_checkpoint
+from minispec.certify.examination import Examination, Request, run_rows, samples_fit
 from minispec.certify.functions.checks import (
     BINARY_PROMPT,
     FUNCTION_SAMPLINGS,
@@ -50,9 +49,10 @@ from minispec.certify.functions.checks import (
     Cases,
     Limits,
     check_implementation,
-    little_entropy,
+    why_too_predictable,
 )
 from minispec.certify.functions.decoder import FunctionDecoder
+from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.report import LOSS, PASSED, conclude
 from minispec.checkpoints.load import load
 from minispec.generate import decode
@@ -134,7 +134,7 @@ def test_the_baseline_and_the_decoder_share_the_time(tmp_path):
     cases = Cases(tmp_path, FunctionDecoder(lookup), plain, Limits())
     rows = cases.rows("", ("exact", "statistical"))
     rows = [row._replace(function=note_seconds, arguments=()) for row in rows]
-    assert len(list(judge(rows, 100.0))) == len(shares) == 2 * len(rows)
+    assert len(list(run_rows(rows, 100.0))) == len(shares) == 2 * len(rows)
     assert max(shares[: len(rows) + 1]) < 25.0
 
 
@@ -246,8 +246,8 @@ def test_a_token_that_another_order_leaves_no_choice_is_no_loss():
 def test_an_exact_row_without_time_for_three_tokens_proves_nothing(monkeypatch, judged, passed):
     """Some decoders draft nothing for the second token. Here the time is over once sequences of
     `judged` tokens have been judged."""
-    now, calls, judge = time.monotonic, [], Conventions.judge
-    monkeypatch.setattr(Conventions, "judge", lambda *a: calls.append(1) or judge(*a))
+    now, calls, resolve = time.monotonic, [], Conventions.resolve
+    monkeypatch.setattr(Conventions, "resolve", lambda *a: calls.append(1) or resolve(*a))
     monkeypatch.setattr(time, "monotonic", lambda: now() + 1e12 * (len(calls) >= judged))
     (verdict,) = check(lookup, "exact: vocab 3, T=2 top-k 3 top-p 1", length=4)
     assert verdict.passed is passed and (passed or "time to enumerate three" in verdict.detail)
@@ -446,7 +446,7 @@ def test_distributions_that_are_too_sharp_are_not_passed(sampling, tmp_path):
     exam = Examination(FunctionDecoder(lookup).at(folder), model)
     passed, detail = samples_fit(exam, Request(REPETITIVE_PROMPT, 4, sampling), 100)
     assert passed is None and "proves little" in detail
-    assert "proves little" in little_entropy(model, warper(sampling))
+    assert "proves little" in why_too_predictable(model, warper(sampling))
 
 
 # ---- exceptions, options and reports -------------------------------------------------------------

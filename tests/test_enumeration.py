@@ -19,7 +19,6 @@ from numpy.random import choice as choice_before
 from numpy.random import default_rng as default_rng_before
 
 from minispec.certify.examination import Examination, Request
-from minispec.certify.functions.checkpoints import write_checkpoint
 from minispec.certify.functions.checks import (
     BINARY_PROMPT,
     Limits,
@@ -28,6 +27,7 @@ from minispec.certify.functions.checks import (
 )
 from minispec.certify.functions.decoder import FunctionDecoder
 from minispec.certify.functions.enumeration import CannotEnumerate, Enumeration
+from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.toys import total_variation
 from minispec.checkpoints.load import load
 from minispec.sampling import Sampling, probs

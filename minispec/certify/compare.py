@@ -37,7 +37,7 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
             raise UserError(f"line {i}: sampled at temperature {temperature}; compare greedy runs")
         dtypes = [run["stats"].get("dtype") for run in (x, y)]
         coarse = tuple(COARSE[name] for name in COARSE for dtype in dtypes if dtype == name)
-        yield Verdict("compare", f"line {i}", *judge(x, y, reference_for(coarse)))
+        yield Verdict("compare", f"line {i}", *explain(x, y, reference_for(coarse)))
 
 
 class Reference:
@@ -66,7 +66,7 @@ class Reference:
         return 2 * float((rounded.double() - self.logits(tokens)).abs().max())
 
 
-def judge(x: dict, y: dict, reference: Reference) -> tuple[bool, str]:
+def explain(x: dict, y: dict, reference: Reference) -> tuple[bool, str]:
     """Return whether two runs on one prompt may come from the same model, and why."""
     at, gap = divergence(reference, x["prompt_ids"], x["tokens"], y["tokens"])
     shorter = min(x, y, key=lambda run: len(run["tokens"]))

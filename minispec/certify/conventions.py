@@ -39,7 +39,7 @@ class Conventions:
     def __init__(self):
         self.possible = dict(OTHER_ORDERS)
 
-    def judge(self, sampling: Sampling, ours: Result, test: Callable[[Warp], Result]) -> Result:
+    def resolve(self, sampling: Sampling, ours: Result, test: Callable[[Warp], Result]) -> Result:
         """Return `ours`, the result of the test with our order of warpers. If it failed, but
         another order explains all rows so far, or may explain them, name it and neither pass nor
         fail."""

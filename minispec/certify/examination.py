@@ -106,7 +106,7 @@ def select(rows: Iterable[Row], only: str) -> list[Row]:
     return [row for row in rows if row.name == only] or rows
 
 
-def judge(rows: list[Row], seconds: float) -> Iterator[Verdict]:
+def run_rows(rows: list[Row], seconds: float) -> Iterator[Verdict]:
     """Yield the verdict on each row, after that on the baseline if there is one. A server that
     cannot be reached raises RequestError after its verdict, because every other row would fail."""
     end, judged = time.monotonic() + seconds, []
@@ -313,4 +313,4 @@ def samples_fit(exam: Examination, request: Request, runs: int) -> Result:
     exam.remember(request, seeds=[0, min(count, runs) - 1], detectable_tv=samples.bias)
     if len(set(samples.samples[0])) == 1 and result[0] is False:
         result = False, "the same tokens for every seed"
-    return exam.conventions.judge(request.sampling, result, lambda w: samples.test(w, alarm))
+    return exam.conventions.resolve(request.sampling, result, lambda w: samples.test(w, alarm))

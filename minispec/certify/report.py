@@ -13,7 +13,7 @@ from typing import TextIO
 from xml.etree import ElementTree
 
 from minispec.certify.common import Verdict
-from minispec.certify.functions.checkpoints import digest
+from minispec.certify.functions.toy_checkpoints import digest
 from minispec.checkpoints.weights import write_bytes
 from minispec.cli import printable
 from minispec.machine import command_line, describe_machine, package_version

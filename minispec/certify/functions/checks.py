@@ -14,7 +14,7 @@ from minispec.certify import examination
 from minispec.certify.common import GREEDY, Result, Verdict, describe, drafting_result
 from minispec.certify.conventions import Conventions, warper
 from minispec.certify.examination import Examination, Request, Row, is_greedy, keeps_lengths
-from minispec.certify.functions import checkpoints
+from minispec.certify.functions import toy_checkpoints as toy
 from minispec.certify.functions.decoder import FunctionDecoder, Implementation
 from minispec.certify.functions.enumeration import DrawsNothing, Enumeration
 from minispec.certify.functions.symbolic import CannotEnumerate
@@ -65,7 +65,7 @@ def check_implementation(
     plain = FunctionDecoder(baseline) if baseline else None
     with TemporaryDirectory() as temporary:
         cases = Cases(folder or Path(temporary), decoder, plain, limits)
-        yield from examination.judge(cases.rows(only, checks), limits.seconds)
+        yield from examination.run_rows(cases.rows(only, checks), limits.seconds)
     if decoder.counts:
         drafted, accepted = map(sum, zip(*decoder.counts))
         yield Verdict("drafts", "accepted and rejected", *drafting_result(drafted, accepted))
@@ -83,7 +83,7 @@ class Cases:
 
     def exam(self, name: str, seed: int, vocab: int = 24, **options) -> Examination:
         """Write a checkpoint (see write_checkpoint) and return its examination."""
-        folder, model = checkpoints.write_checkpoint(self.root / name, seed, vocab, **options)
+        folder, model = toy.write_checkpoint(self.root / name, seed, vocab, **options)
         baseline = self.baseline and self.baseline.at(folder)
         decoder = self.decoder.at(folder)
         return Examination(decoder, model, baseline, conventions=self.conventions, name=name)
@@ -116,8 +116,7 @@ class Cases:
         arguments = [1, 2, 3, 1, 2], [8, 3, 24, 1, 8]
         yield Row("limits", "the same prompt again", exam, keeps_lengths, arguments, False)
         yield Row("limits", "last rows of the context", exam, fills_context, (), False)
-        generation_config = checkpoints.GENERATION_CONFIG
-        for count, where in (1, "config.json"), (2, generation_config), (3, generation_config):
+        for count, where in (1, "config.json"), (2, toy.GENERATION_CONFIG), (3, toy.GENERATION_CONFIG):
             case = f"{count} end token{'s' * (count > 1)}, {where}"
             yield Row("limits", case, exam, ends_everywhere, (self, count, where), False)
         for seed in 0, 13:
@@ -138,7 +137,7 @@ class Cases:
             return Row("exact", case, exam, is_exact, arguments, weight=weight)
 
         yield row(2, 23, UNWARPED)
-        yield row(2, 25, UNWARPED, GOOD_DRAFT, 4.0, noise=checkpoints.NEARLY_RIGHT)
+        yield row(2, 25, UNWARPED, GOOD_DRAFT, 4.0, noise=toy.NEARLY_RIGHT)
         yield row(3, 31, UNWARPED, END_TOKEN, eos=("config.json", 2))
         yield row(3, 49, UNWARPED, LONG_PROMPT, copies=20)
         for sampling in Sampling(0.6), *FUNCTION_SAMPLINGS[1:5], Sampling(2.0, 3):
@@ -153,9 +152,9 @@ class Cases:
         yield row("sampled", UNWARPED, weight=6.0)
         yield from (row("sampled", sampling) for sampling in FUNCTION_SAMPLINGS[1:])
         yield row("long-prompt", UNWARPED, LONG_PROMPT, seed=33, copies=20)
-        yield row("sharp", HOT, flatness=2 * checkpoints.FLATNESS)
+        yield row("sharp", HOT, flatness=2 * toy.FLATNESS)
         yield row("ending", UNWARPED, END_TOKEN, seed=57, eos=("config.json", VOCAB - 1))
-        yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=24, noise=checkpoints.NEARLY_RIGHT)
+        yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=24, noise=toy.NEARLY_RIGHT)
 
 
 # ---- greedy and limits ---------------------------------------------------------------------------
@@ -213,7 +212,7 @@ def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
     draws nothing for a single token, such tokens are tested by χ² instead."""
     prompt, longest, sampling, _ = request
     end = time.monotonic() + exam.seconds
-    if problem := little_entropy(exam.model, warper(sampling), prompt):
+    if problem := why_too_predictable(exam.model, warper(sampling), prompt):
         return None, problem
     exam.tokens(prompt, 2, sampling)  # loading may use random numbers
     details, proven, n = {}, 0, 1
@@ -222,7 +221,7 @@ def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
         try:
             found = Enumerated(exam, request._replace(n=n), limits.outcomes, left)
             ours = found.test(warper(sampling))
-            passed, detail = exam.conventions.judge(sampling, ours, found.test)
+            passed, detail = exam.conventions.resolve(sampling, ours, found.test)
         except CannotEnumerate as error:
             if n > 1 or not isinstance(error, DrawsNothing):
                 return None, f"cannot be enumerated: {error}"
@@ -246,7 +245,7 @@ def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
     return True, "; ".join(details.values())
 
 
-def little_entropy(model: Transformer, warp: Warp, prompt: list[int] = BINARY_PROMPT) -> str:
+def why_too_predictable(model: Transformer, warp: Warp, prompt: list[int] = BINARY_PROMPT) -> str:
     """Return a reason if the first tokens are so predictable that equal samples prove little."""
     sequences = list(product(range(model.config.vocab_size), repeat=ENTROPY_TOKENS))
     exact = probabilities(model, prompt, warp, sequences).values()

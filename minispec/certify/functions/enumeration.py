@@ -40,7 +40,7 @@ PASSED_REPLAYS = 12  # of an enumeration that equals the expected distribution
 MAX_REPLAYS = 20_000  # of other enumerations
 FREE_RUNS, FREE_BATCH = 1000, 100  # at most; at least one batch
 CONFIRM_SECONDS = 8  # of the replays and of the free runs that confirm a failure
-FALSE_SKIP = 1e-4  # probability that they are misleading
+P_MISLEADING = 1e-4  # probability that they are misleading
 NEGLIGIBLE = 1e-12  # probability of a choice that only exists due to rounding
 ROUNDING = 1e-6  # of a total probability
 SEED_STEP = 1000  # between two calls, so that seeds which a decoder derives from them differ
@@ -144,9 +144,9 @@ class Enumeration:
 
         A hidden draw that causes the bias changes the tokens with at least this probability, in
         calls whose other choices are drawn with their probabilities. Half of the replays are such
-        calls; enough to miss it with probability FALSE_SKIP, if time allows. The other half find
+        calls; enough to miss it with probability P_MISLEADING, if time allows. The other half find
         hidden draws after rare choices sooner."""
-        replays = PASSED_REPLAYS if not bias else math.ceil(-2 * math.log(FALSE_SKIP) / bias)
+        replays = PASSED_REPLAYS if not bias else math.ceil(-2 * math.log(P_MISLEADING) / bias)
         weights = [1 / len(self.outcomes) + x.randomness.probability for x in self.outcomes]
         sample = random.Random(0).choices(self.outcomes, weights, k=min(replays, MAX_REPLAYS))
         end = time.monotonic() + CONFIRM_SECONDS
@@ -169,7 +169,7 @@ class Enumeration:
         evidence = {  # for `expected`, in one run
             x: math.log((expected[x] + NEGLIGIBLE) / (found[x] + NEGLIGIBLE)) for x in found
         }
-        counts, total, limit = Counter(), 0.0, -math.log(FALSE_SKIP)
+        counts, total, limit = Counter(), 0.0, -math.log(P_MISLEADING)
         end = time.monotonic() + CONFIRM_SECONDS
         for _ in range(FREE_RUNS // FREE_BATCH):
             counts.update(self.function(next(self.seeds)) in excess for _ in range(FREE_BATCH))
@@ -177,7 +177,7 @@ class Enumeration:
             if abs(total) > limit or time.monotonic() > end:
                 break
         rarer = counts[True] < found[True] * counts.total()
-        disagree = (rarer or self.complete) and chi_square_p(counts, found) < FALSE_SKIP
+        disagree = (rarer or self.complete) and chi_square_p(counts, found) < P_MISLEADING
         if disagree or total > limit:
             raise CannotEnumerate("it also draws from a source that was not intercepted: its free "
                                   "runs do not follow the enumerated distribution")  # fmt: skip

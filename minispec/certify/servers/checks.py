@@ -54,7 +54,7 @@ def check_server(
     selected = examination.select(requested, only)
     before = server.draft_counts()
     try:
-        for verdict in examination.judge([is_model, *selected], seconds):
+        for verdict in examination.run_rows([is_model, *selected], seconds):
             yield verdict
             if verdict.check == "server" and not verdict.passed:
                 return
