@@ -23,8 +23,12 @@ def residual(p: Tensor, q: Tensor | None, x: int) -> Tensor | None:
     raise NotImplementedError
 
 
-def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
-    """Walk down the tree as far as the target agrees: the path from node 0, and one fresh token.
+def accept(
+    target: Sequence[Tensor], tree: Tree, randomness: Randomness
+) -> tuple[list[int], int, dict[int, float]]:
+    """Walk down the tree as far as the target agrees: the path from node 0, one fresh token and,
+    for statistics, the chance of acceptance of each child that was tried. The chances are not
+    graded: you may return the first two values only.
 
     target[i] is the target's distribution (V,) after node i. Children are tried in the order of
     `tree.children(i)`; child c holds token `tree.tokens[c]`, drawn from `tree.drawn_from(c)` (None:
@@ -32,7 +36,7 @@ def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tupl
     `randomness.categorical(probs) -> int`. Where no residual is left, the child counts as accepted.
 
     >>> says = OneHot([5, 2, 7], 10)  # after node 0, 1, 2
-    >>> accept(says, Tree.chain(3, [5, 9]), Seeded())  # 5 is right, 9 is not
+    >>> accept(says, Tree.chain(3, [5, 9]), Seeded())[:2]  # 5 is right, 9 is not
     ([0, 1], 2)
     """
     raise NotImplementedError

@@ -1,5 +1,7 @@
 """Wrong answers to assignment 3. Those of the loop are in what it calls, or in what it commits."""
 
+from functools import partial
+
 from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
 from minispec.methods import speculative as package
@@ -9,8 +11,7 @@ from minispec.sampling import Sampling, draw, probs
 
 accept, tokens_per_pass = package.accept, package.tokens_per_pass
 propose, speculative = package.propose, package.speculative
-DRAW, ACCEPT = "minispec.methods.speculative.draw", "minispec.methods.speculative.accept"
-PROPOSE = "minispec.methods.speculative.propose"
+DRAW, PROPOSE = "minispec.methods.speculative.draw", "minispec.methods.speculative.propose"
 
 
 def first_occurrence(tokens, k, ngram):
@@ -82,6 +83,10 @@ def without_sampling(model, prompt, sampling, randomness, **options):
     )
 
 
+def with_rule(rule):
+    return {"speculative": partial(speculative, rule=rule)}
+
+
 def without_the_bonus(target, tree, randomness):
     """After a full match the last draft is taken back, and counts as the fresh token."""
     path, fresh, *_ = accept(target, tree, randomness)
@@ -135,14 +140,14 @@ MISTAKES = [
     Mistake("propose", "the last draft is fed as well",
             {"propose": feeds_the_last_draft}),
     Mistake("propose", "the whole text is fed again", {"propose": from_the_beginning}),
-    Mistake("lossless", "it accepts too often, as with p / (0.8 q)", {ACCEPT: mutants.lenient}),
-    Mistake("lossless", "the bonus token is the argmax: draw it", {ACCEPT: mutants.argmax_bonus}),
+    Mistake("lossless", "it accepts too often, as with p / (0.8 q)", with_rule(mutants.lenient)),
+    Mistake("lossless", "the bonus token is the argmax: draw it", with_rule(mutants.argmax_bonus)),
     Mistake("lossless, caches", "a draft is judged by the distribution after it",
-            {ACCEPT: mutants.probs_after_the_draft}),
+            with_rule(mutants.probs_after_the_draft)),
     Mistake("lossless, caches", "a stale draft row is kept: truncate the draft's cache",
             {"minispec.cache.KVCache.truncate": mutants.truncate_one_short}),
     Mistake("lossless, caches", "it is plain decoding: nothing is drafted", {"speculative": plain}),
-    Mistake("caches", "a full match gives no bonus token", {ACCEPT: without_the_bonus}),
+    Mistake("caches", "a full match gives no bonus token", with_rule(without_the_bonus)),
     Mistake("caches", "the given cache is not used", {"speculative": no_cache}),
     Mistake("caches", "the first step is not the prefill's",
             {"speculative": step_for_the_prefill_missing}),

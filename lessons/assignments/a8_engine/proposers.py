@@ -195,8 +195,8 @@ class MTP(Drafted):
 class Forest(Proposer):
     """The certifier's drafted trees of every shape and kind: for proofs, not for speed."""
 
-    def __init__(self, model, draft, shape: list[int], kind: str):
-        self.draft, self.shape, self.kind = draft, shape, kind
+    def __init__(self, model, draft, shape: str, kind: str):
+        self.draft, self.shape, self.kind = draft, cases.TREE_SHAPES[shape], kind
 
     def propose(self, tokens, free_rows, sampling, randomness):
         shape = self.shape[:free_rows]

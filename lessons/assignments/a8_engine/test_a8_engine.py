@@ -14,7 +14,7 @@ import torch
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Lookup, Proposer
 from lessons.assignments.grading import counted_passes, expected
 from minispec.certify.common import Verdict
-from minispec.certify.functions.checkpoints import write_checkpoint
+from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.functions.checks import Limits, check_implementation
 from minispec.certify.methods import cases, checks
 from minispec.certify.methods.cases import bound, every_path, greedy_cases
@@ -29,6 +29,8 @@ from minispec.certify.toys import (
     small_model,
 )
 from minispec.generate import METHODS
+from minispec.methods import find_method
+from minispec.methods.declaration import Method
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 
@@ -61,7 +63,7 @@ def as_method(
     is not one pass over what was proposed; appends to `accepted` how many drafts it accepts."""
 
     @functools.wraps(original)
-    def method(model, prompt, sampling, randomness, *, cache=None, **options):
+    def method(model, prompt, sampling, randomness, *, cache=None, rule=None, **options):
         proposer = watched(kind)(model, **options)
         steps = engine(model, proposer, prompt, sampling, randomness, cache=cache)
         for round_ in itertools.count():
@@ -88,6 +90,26 @@ def without_gradients():
 
 
 @contextlib.contextmanager
+def other_targets(first_seed: int) -> Iterator[None]:
+    """The certifier has other targets and drafts."""
+
+    def shifted(seed: int, *arguments, **options) -> Transformer:
+        return small_model(seed + first_seed, *arguments, **options)
+
+    @functools.cache
+    def target(toy: bool, vocab: int) -> Toy | Transformer:
+        return Toy(5 + first_seed, vocab, context=64) if toy else shifted(4, vocab, layers=1)
+
+    with contextlib.ExitStack() as stack:
+        for module, name, other in (
+            (cases, "target", target), (cases, "small_model", shifted),
+            (checks, "small_model", shifted),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(module, name, other))
+        yield
+
+
+@contextlib.contextmanager
 def in_place(engine: Callable, first_seed: int) -> Iterator[list[int]]:
     """The certifier and `decode` run the engine, wherever they would run a method of the package.
     Plain decoding, which all are compared with, stays the package's. `first_seed` changes the
@@ -100,14 +122,8 @@ def in_place(engine: Callable, first_seed: int) -> Iterator[list[int]]:
         stack.enter_context(mock.patch.dict(METHODS, methods))
         forest = as_method(engine, Forest, cases.forest, accepted)
         stack.enter_context(mock.patch.object(cases, "forest", forest))
-        for module, make in (cases, Toy), (cases, small_model), (checks, small_model):
-            other = shifted(make, first_seed)
-            stack.enter_context(mock.patch.object(module, make.__name__, other))
+        stack.enter_context(other_targets(first_seed))
         yield accepted
-
-
-def shifted(make: Callable, first_seed: int) -> Callable:
-    return lambda seed, *arguments, **options: make(seed + first_seed, *arguments, **options)
 
 
 def problem(verdicts: Iterator[Verdict]) -> str | None:
@@ -116,23 +132,31 @@ def problem(verdicts: Iterator[Verdict]) -> str | None:
 
 
 EXACT = (
-    "speculative k=1, T=0.7", "speculative k=2, two tokens", "prompt-lookup, T=1",
-    "tree, wide, without replacement, T=1", "medusa, deep, T=1", "fastmtp, k=2, compressed",
-    "lookahead W=3 N=3 G=3, pool from prompt, T=1",
+    "speculative k=1, T=0.7", "speculative k=2, T=1.5", "prompt-lookup k=2, T=1",
+    "tree wide, without replacement, T=1", "medusa tree 0000", "fastmtp k=1, T=1",
+    "fastmtp tree=4, vocabulary=two",
+    "lookahead window=3, ngram=3, guesses=3, pool_from_prompt=True, T=1",
 )  # fmt: skip
 NOTHING = "not one draft was accepted in any round: this is plain decoding"
-CACHE = "random draft, k=5", "tree, deep", "medusa, deep", "jacobi", "lookahead, W=3", "fastmtp"
+CACHE = (
+    "speculative k=2", "tree deep", "medusa tree 0000", "jacobi", "lookahead window=3", "fastmtp",
+)  # fmt: skip
 
 
-def exact_arguments(engine: Callable, seed: int) -> list[tuple[str, tuple]]:
+def method_of(case: str) -> list[Method]:
+    """The method that a case names with its first word."""
+    name = case.split()[0]
+    return [find_method(cases.forest if name == "tree" else name)]
+
+
+def exact_arguments() -> list[tuple[str, tuple]]:
     """Name, and method, model, prompt, sampling and number of tokens, of each of these cases."""
-    with in_place(engine, seed):
-        return [
-            (f"{case.name}, {label}",
-             (case.method, case.model, case.prompt, cases.SAMPLINGS[label], case.n))
-            for case in cases.exact_cases() for label in case.samplings
-            if any(name in f"{case.name}, {label}" for name in EXACT)
-        ]  # fmt: skip
+    return [
+        (f"{case.name}, {label}",
+         (case.method, case.model, case.prompt, cases.SAMPLINGS[label], case.n))
+        for name in EXACT for case in cases.exact_cases(method_of(name)) for label in case.samplings
+        if name in f"{case.name}, {label}"
+    ]  # fmt: skip
 
 
 @pytest.mark.points(10, task="exact")
@@ -140,12 +164,13 @@ def test_the_certifier_s_exact_check(impl, seeds):
     """Over all random outcomes, the output of every proposer is distributed as plain decoding's."""
     (seed,) = seeds(1)
     with in_place(impl.engine, seed):
-        wrong = problem(v for case in EXACT for v in check_exact(only=case))
-    assert wrong is None, f"the certifier says: {wrong}: the output is not the target's"
-    for name, arguments in exact_arguments(impl.engine, seed):
-        with in_place(impl.engine, seed):
-            given = expected(*arguments).passes
-        right = expected(*arguments).passes
+        wrong = problem(v for case in EXACT for v in check_exact(case, method_of(case)))
+        assert wrong is None, f"the certifier says: {wrong}: the output is not the target's"
+        engines = [arguments for _, arguments in exact_arguments()]
+    with other_targets(seed):
+        packages = exact_arguments()
+    for (name, arguments), (method, *_) in zip(packages, engines, strict=True):
+        given, right = (expected(each, *arguments[1:]).passes for each in (method, arguments[0]))
         assert abs(given - right) < 1e-9, (
             f"{name}: {given:.3f} passes for the first tokens on average instead of {right:.3f}: "
             "the output is the target's, but drafts that are right are not accepted"
@@ -168,7 +193,7 @@ def test_greedy_tokens_are_plain_decoding_s(impl, seeds):
 def test_the_certifier_s_cache_check(impl, seeds):
     """After every round the committed rows equal a fresh prefill's, of all tokens but the last."""
     with in_place(impl.engine, *seeds(1)) as accepted:
-        wrong = problem(v for case in CACHE for v in check_cache(only=case))
+        wrong = problem(v for case in CACHE for v in check_cache(case, method_of(case)))
     assert wrong is None, (
         f"the certifier says: {wrong} (inf: not as many rows as tokens but the last)"
     )
