@@ -23,10 +23,9 @@ from conftest import (
 
 from minispec import UserError, machine
 from minispec.bench import __main__ as bench
-from minispec.bench import machine as bench_machine
 from minispec.bench import measure, prompts, shapes, tables
-from minispec.bench.machine import read_cpu_seconds
-from minispec.bench.roofline import pass_work
+from minispec.bench.measure import read_cpu_seconds
+from minispec.bench.plan import pass_work
 from minispec.certify import __main__ as certify
 from minispec.certify.toys import random_eagle3_head, random_medusa_heads, random_mtp_head
 from minispec.checkpoints.eagle3 import save_eagle3
@@ -58,7 +57,7 @@ def others(monkeypatch) -> SimpleNamespace:
 
     times = readings()
     monkeypatch.setattr(bench, "others_share_now", lambda: shares.before)
-    monkeypatch.setattr(bench_machine, "read_cpu_seconds", lambda: next(times))
+    monkeypatch.setattr(measure, "read_cpu_seconds", lambda: next(times))
     return shares
 
 
@@ -507,8 +506,8 @@ def test_a_busy_machine_and_other_output(weights, tmp_path, capsys, others, flag
 )  # fmt: skip
 def test_the_share_of_other_processes(monkeypatch, after, share):
     readings = iter([(100.0, 40.0, 5.0), [a + b for a, b in zip((100.0, 40.0, 5.0), after)]])
-    monkeypatch.setattr(bench_machine, "read_cpu_seconds", lambda: next(readings))
-    assert bench_machine.watch(lambda: "done") == ("done", pytest.approx(share))
+    monkeypatch.setattr(measure, "read_cpu_seconds", lambda: next(readings))
+    assert measure.watch(lambda: "done") == ("done", pytest.approx(share))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from conftest import TOKENIZER, VOCAB, equal_up_to_rounding, random_model, rando
 
 from minispec import UserError, distributed, optimize
 from minispec.bench import __main__ as bench
-from minispec.bench import machine as bench_machine
 from minispec.bench import measure, shapes, tables
 from minispec.certify.toys import random_eagle3_head, random_medusa_heads, random_mtp_head
 from minispec.checkpoints.eagle3 import load_eagle3, save_eagle3
@@ -367,8 +366,8 @@ def test_the_time_of_all_ranks_is_that_of_the_benchmark(monkeypatch):
     """Two cores: each rank used one of them, and nobody else did anything."""
     clocks = iter([(0.0, 0.0, 0.0), (20.0, 20.0, 10.0)])
     as_world(0, monkeypatch)
-    monkeypatch.setattr(bench_machine, "read_cpu_seconds", lambda: next(clocks))
-    assert bench_machine.watch(lambda: "done") == ("done", 0.0)
+    monkeypatch.setattr(measure, "read_cpu_seconds", lambda: next(clocks))
+    assert measure.watch(lambda: "done") == ("done", 0.0)
 
 
 # ---- processes -----------------------------------------------------------------------------------

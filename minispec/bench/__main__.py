@@ -26,8 +26,14 @@ from pathlib import Path
 
 from minispec import cli, distributed
 from minispec.bench import plan
-from minispec.bench.machine import check_others, others_share_now, watch
-from minispec.bench.measure import measure, measure_machine, table_of
+from minispec.bench.measure import (
+    check_others,
+    measure,
+    measure_machine,
+    others_share_now,
+    table_of,
+    watch,
+)
 from minispec.bench.methods import Methods, methods_of, methods_of_flags
 from minispec.bench.prompts import Prompts, prompts_of
 from minispec.bench.shapes import MODEL_SHAPES, oracle_methods, random_weights

@@ -1,22 +1,32 @@
-"""Measure the machine and the methods, and summarise the runs in rows of numbers."""
+"""Measure the machine, what other processes use of it, and the methods; summarise the runs in rows
+of numbers.
+"""
 
+import contextlib
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
+import psutil
 import torch
 from tqdm import tqdm
 
+from minispec import distributed
 from minispec.bench.methods import Methods
-from minispec.bench.roofline import Hardware, pass_work
+from minispec.bench.plan import Hardware, pass_work
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.cli import UserError, note
 from minispec.fast.cost import ROW_COUNTS, cost_curve, interleaved_min_times, one_pass
 from minispec.generate import decode
 from minispec.generate.run import Run, acceptance
 from minispec.methods.adaptive import curve_at
 from minispec.model import Transformer
 
+T = TypeVar("T")
 COPY_BYTES, MATMUL_SIZE = 2**28, 2048  # sizes of the copy and of the square product
+MAX_OTHERS_SHARE = 0.5  # of the cores, for other processes; above it, speeds are not reported
 
 
 def measure_machine(model: Transformer) -> dict:
@@ -64,6 +74,52 @@ def measure(
         for prompt in tqdm([prompts[0], *prompts], unit="prompt")
     ]
     return {row: [runs[row] for runs in by_prompt] for row in decoders}
+
+
+# ---- other processes ----------------------------------------------------------------------------
+
+
+def check_others(share: float | None, when: str, consequence: str, busy: bool) -> None:
+    """Raise UserError, or with --busy note it, if other processes used too much of the cores."""
+    if share is None or share <= MAX_OTHERS_SHARE:
+        return
+    fault = f"{when}, other processes used {share:.0%} of the cores"
+    if not busy:
+        raise UserError(f"{fault}, so {consequence}; wait until they end, or add --busy")
+    note(f"{fault}, so speeds may be wrong")
+
+
+def others_share_now() -> float | None:
+    """The share of the cores that other processes use while this one sleeps."""
+    return watch(partial(time.sleep, 1.0))[1]
+
+
+def watch(work: Callable[[], T]) -> tuple[T, float | None]:
+    """Do the work on all ranks; return its result and the share of the cores' time that other
+    processes used meanwhile, from 0 to 1. It is None if the system does not count this time."""
+    before = read_cpu_seconds()
+    result = work()
+    elapsed, busy, own = (b - a for a, b in zip(before, read_cpu_seconds()))
+    own = sum(distributed.all_gather(own))  # all ranks run on this machine
+    share = None
+    if elapsed > 0:  # some sandboxes have a /proc/stat that never changes
+        share = min(max((busy - own) / elapsed, 0.0), 1.0)
+    return result, distributed.from_rank_0(lambda: share)
+
+
+def read_cpu_seconds() -> tuple[float, float, float]:
+    """The time of the cores that this process may use: in total, the part in which they were busy,
+    and the part used by this process and its descendants, such as torch's compilers."""
+    process, cores = psutil.Process(), psutil.cpu_times(percpu=True)
+    if hasattr(process, "cpu_affinity"):  # a container may list all cores of its host
+        cores = [cores[n] for n in process.cpu_affinity() if n < len(cores)] or cores
+    elapsed = sum(sum(core[:8]) for core in cores)  # the other fields are parts of the first two
+    idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
+    own = 0.0
+    for member in process, *process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            own += sum(member.cpu_times()[:4])  # with the children for which it has waited
+    return elapsed, elapsed - idle, own
 
 
 # ---- statistics ----------------------------------------------------------------------------------

@@ -1,25 +1,28 @@
-"""Plan a model on a named card without its weights: what a pass reads, computes and sends, a
-lower bound on its time, and what each method gains if its drafts are accepted as often as measured.
+"""Plan a model on a named card without its weights: what a pass reads, computes and sends, a lower
+bound on its time, and what each method gains if its drafts are accepted as often as measured.
 
     python -m minispec.bench --shape llama-2-7b --plan
     python -m minispec.bench --shape llama-3.1-70b --nproc 8 --cached 2000 --draft llama-3.1-8b
 
-All sizes come from modules on the meta device, which have no data.
+The bound is the roofline (Williams et al. 2009): a pass takes as long as reading its bytes from
+memory or as its arithmetic, whichever is longer. Real passes take longer, because the time to
+launch kernels and the latency of messages are left out. All sizes come from modules on the meta
+device, which have no data.
 """
 
 import argparse
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from minispec import distributed, paths
-from minispec.bench import roofline
-from minispec.bench.roofline import CARDS, Hardware, Work, without_data
-from minispec.bench.shapes import DEFAULT_ACCEPTANCE, MODEL_SHAPES
+from minispec.bench.shapes import DEFAULT_ACCEPTANCE, MODEL_SHAPES, stored_bytes, without_data
 from minispec.checkpoints.config import CheckedJson, integer
 from minispec.checkpoints.heads import read_acceptance, read_tree
 from minispec.checkpoints.load import pick_dtype
@@ -30,12 +33,83 @@ from minispec.generate.drafters import check_vocabularies
 from minispec.methods.adaptive import AdaptiveK, AdaptiveTree, best_draft_size, best_first
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
-from minispec.model import Transformer
+from minispec.model import Transformer, count_parameters
 
 PASS_ROWS = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512  # of the passes in the table
 DEFAULT_CARD = "h100"
 FLAGS = "plan", "nproc", "card", "bandwidth", "flops", "link", "cached"
 UNITS = {"bandwidth": 1e9, "flops": 1e12, "link": 1e9}  # of the flags' values
+
+
+# ---- the roofline --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one card does in a pass."""
+
+    read_bytes: int  # from memory, for any number of rows
+    row_flops: int  # per row; a multiplication and an addition are two
+    sent_bytes: float = 0.0  # per row, to the other ranks
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The speed of a card at its best."""
+
+    bandwidth: float  # bytes/s read from memory
+    flops: float  # FLOP/s in large matrix products
+    link: float = math.inf  # bytes/s sent to other cards
+    source: str = ""  # of these figures
+
+    def seconds(self, work: Work, rows: int = 1) -> float:
+        """The least time of a pass over `rows` tokens. The next layer has to wait for messages."""
+        memory, compute = work.read_bytes / self.bandwidth, rows * work.row_flops / self.flops
+        return max(memory, compute) + self.link_seconds(work, rows)
+
+    def link_seconds(self, work: Work, rows: int = 1) -> float:
+        """The share of `seconds` that is spent on messages."""
+        return rows * work.sent_bytes / self.link
+
+    def memory_bound_rows(self, work: Work) -> int:
+        """The most rows in a pass for which reading takes longer than the arithmetic."""
+        return int(work.read_bytes / self.bandwidth * self.flops / work.row_flops)
+
+
+# FLOP rates are those of bfloat16 without sparsity, with sums in float32. The link is what a card
+# can send: half of the data sheets' figure for NVLink, which counts both directions.
+CARDS = {
+    "h100": Hardware(3.35e12, 989e12, 450e9, "NVIDIA's data sheet of the H100 SXM; NVLink 4"),
+    "h200": Hardware(4.8e12, 989e12, 450e9, "NVIDIA's data sheet of the H200 SXM; NVLink 4"),
+    "a100": Hardware(2.039e12, 312e12, 300e9, "NVIDIA's data sheet of the A100 80GB SXM; NVLink 3"),
+    "rtx-4090": Hardware(1.008e12, 165.2e12, 31.5e9, "NVIDIA's white paper on Ada; PCIe 4.0 x16"),
+}
+
+
+def pass_work(model: Transformer, cached: int = 0) -> Work:
+    """The work of a pass of a model, or of a rank's part of it, after `cached` tokens. It reads all
+    weights of the layers and lm_head; of the embedding, it reads only a row per token."""
+    return block_work(model, (model.model.layers, model.lm_head), cached)
+
+
+def block_work(blocks: Transformer | MTPHead, read: tuple[nn.Module, ...], cached: int) -> Work:
+    """The work of a pass that reads these modules and multiplies by their weights. `blocks` is the
+    model or head that holds the attention layers among them."""
+    c, kv = blocks.config, blocks.new_cache(1).kv  # (2, layers, 1, 1, kv_heads, head_dim)
+    layers, weights = kv.shape[1], product_work(*read)
+    attention = 4 * layers * c.heads * c.head_dim * cached  # q · k and p · v, with every cached row
+    summed = 2 * layers * c.hidden_size * kv.dtype.itemsize  # per row, after o and after down
+    # in a ring, a rank sends (N - 1) / N of a buffer twice: to add it up, to pass on the sums
+    sent = summed * 2 * (c.ranks - 1) / c.ranks
+    return Work(weights.read_bytes + cached * kv.nbytes, weights.row_flops + attention, sent)
+
+
+def product_work(*modules: nn.Module) -> Work:
+    """The work of multiplying by the weights of modules. One that is listed again is read once."""
+    return Work(stored_bytes(*set(modules)), 2 * sum(map(count_parameters, modules)))
+
+
+# ---- a plan --------------------------------------------------------------------------------------
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,31 +137,43 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def make_plan(args: argparse.Namespace) -> dict:
     """Plan --shape: the sizes and times of the whole model and of a rank's part of it, and what
     methods gain, as --json prints it. Raises UserError for flags that do not fit."""
-    hardware, cached = hardware_of(args), args.cached or 0
-    shares = []
-    for ranks in sorted({1, args.nproc or distributed.world.size}):
-        model = make_shape(args, args.shape, ranks)
-        shares.append(share(hardware, model, cached))
-    plain = hardware.seconds(roofline.pass_work(model, cached))
+    ranks, cached = sorted({1, args.nproc or distributed.world.size}), args.cached or 0
+    models = [make_shape(args, args.shape, n) for n in ranks]
+    hardware = hardware_of(args, models[0].dtype)
+    plain = hardware.seconds(pass_work(models[-1], cached))
     return {
         "shape": args.shape,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(models[0].dtype).removeprefix("torch."),
         "quantize": args.quantize,
         "cached": cached,
         "card": args.card or DEFAULT_CARD,
         **asdict(hardware),
         "rows": list(PASS_ROWS),  # of the passes in `seconds`
-        "shares": shares,
+        "shares": [share(hardware, model, cached) for model in models],
         "methods": [row | {"tokens_per_second": row["speedup"] / plain}
-                    for row in method_rows(args, hardware, model, cached)],
+                    for row in method_rows(args, hardware, models[-1], cached)],
     }  # fmt: skip
 
 
-def hardware_of(args: argparse.Namespace) -> Hardware:
-    """The card, with the rates that flags replace."""
-    given = {name: getattr(args, name) * unit for name, unit in UNITS.items()
-             if getattr(args, name) is not None}  # fmt: skip
-    if dtype_of(args).itemsize != 2 and "flops" not in given:
+def make_shape(
+    args: argparse.Namespace, name: str, ranks: int, draft: bool = False
+) -> Transformer:
+    """A rank's part of the model of this shape, without data. A `draft` may be whole on each. The
+    dtype is that of a GPU, wherever the plan is made."""
+    with user_error(name):
+        config = distributed.shard_config(MODEL_SHAPES[name], ranks, draft)
+    dtype = pick_dtype(args.dtype, torch.device("cuda"))
+    model = without_data(partial(Transformer, config), dtype)
+    if args.quantize:
+        optimize(model, int8=True)
+    return model
+
+
+def hardware_of(args: argparse.Namespace, dtype: torch.dtype) -> Hardware:
+    """The card, with the rates that flags replace, for weights of this dtype."""
+    rates = {name: getattr(args, name) for name in UNITS}
+    given = {name: rate * UNITS[name] for name, rate in rates.items() if rate is not None}
+    if dtype.itemsize != 2 and "flops" not in given:
         raise UserError(f"--dtype {args.dtype}: the FLOP rates of cards are for bfloat16; give the "
                         "card's rate with --flops")  # fmt: skip
     card = CARDS[args.card or DEFAULT_CARD]
@@ -96,33 +182,14 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     return replace(card, **given, source=source)
 
 
-def dtype_of(args: argparse.Namespace) -> torch.dtype:
-    """The dtype of the weights. The plan is for a GPU, wherever it runs."""
-    return pick_dtype(args.dtype, torch.device("cuda"))
-
-
-def make_shape(
-    args: argparse.Namespace, name: str, ranks: int, draft: bool = False
-) -> Transformer:
-    """A rank's part of the model of this shape, without data. A `draft` may be whole on each."""
-    with user_error(name):
-        config = distributed.shard_config(MODEL_SHAPES[name], ranks, draft)
-    model = without_data(partial(Transformer, config), dtype_of(args))
-    if args.quantize:
-        optimize(model, int8=True)
-    return model
-
-
 def share(hardware: Hardware, model: Transformer, cached: int) -> dict:
     """What each rank holds and does, as --json prints it."""
-    work = roofline.pass_work(model, cached)
+    work = pass_work(model, cached)
     return {
         "ranks": model.config.ranks,
-        "weight_bytes": roofline.stored_bytes(model),
+        "weight_bytes": stored_bytes(model),
         "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
-        "read_bytes": work.read_bytes,  # per pass: weights and cache
-        "row_flops": work.row_flops,
-        "sent_bytes": work.sent_bytes,  # per row of a pass
+        **asdict(work),
         "memory_bound_rows": hardware.memory_bound_rows(work),
         "seconds": [hardware.seconds(work, n) for n in PASS_ROWS],
         "link_seconds": [hardware.link_seconds(work, n) for n in PASS_ROWS],
@@ -137,37 +204,38 @@ def method_rows(
 ) -> Iterator[dict]:
     """Yield the rows of the methods' table. Without --draft, the drafts are free, like those of
     OracleDraft and prompt lookup. FastMTP's head drafts from the full vocabulary."""
-    work, lm_head = roofline.pass_work(model, cached), model.lm_head
+    work, lm_head = pass_work(model, cached), model.lm_head
 
     def cost(other: Work, rows: int = 1) -> float:
         """The time of this work, in passes of the model over one token."""
         return hardware.seconds(other, rows) / hardware.seconds(work)
 
+    def chain(method: str, draft: Work, max_k: int, rates: list[float], source: str) -> dict:
+        policy = AdaptiveK(curve, cost(draft), max_k, rates)
+        return expected_round(method, policy.accept_probs(), policy.costs, rates, source)
+
     curve = [0.0] + [cost(work, n) for n in range(1, ROW_COUNTS[-1] + 1)]  # as in `cost_curve`
     yield expected_round("autoregressive", [], [1.0], [], "")
 
-    draft_cost = 0.0
+    rates, source, draft_work = [args.acceptance], "--acceptance", Work(0, 0)
+    if args.acceptance is None:
+        rates, source = [DEFAULT_ACCEPTANCE], "assumed, see --acceptance"
     if args.draft:
         draft = make_shape(args, args.draft, model.config.ranks, draft=True)
         check_vocabularies(None, None, model, draft)
-        draft_cost = cost(roofline.pass_work(draft, cached))
-    rates, source = [args.acceptance], "--acceptance"
-    if args.acceptance is None:
-        rates, source = [DEFAULT_ACCEPTANCE], "assumed, see --acceptance"
-    name, policy = args.draft or "free", AdaptiveK(curve, draft_cost, 16, rates)
-    gains = policy.accept_probs()
-    yield expected_round(f"speculative ({name} draft)", gains, policy.costs, rates, source)
+        draft_work = pass_work(draft, cached)
+    yield chain(f"speculative ({args.draft or 'free'} draft)", draft_work, 16, rates, source)
 
     if args.mtp is not None or args.acceptance is None:
         path, source = measured_heads(args.mtp, "--mtp", "mtp_acceptance", "acceptance")
         rates = read_acceptance(path)
     head = without_data(partial(MTPHead, model.config), model.dtype)
-    policy = AdaptiveK(curve, cost(roofline.block_work(head, (head, lm_head), cached)), 8, rates)
-    yield expected_round("fastmtp", policy.accept_probs(), policy.costs, rates, source)
+    yield chain("fastmtp", block_work(head, (head, lm_head), cached), 8, rates, source)
 
     path, source = measured_heads(args.heads, "--heads", "medusa_accuracy", "tree")
     heads = medusa_heads(path, model)
-    policy = AdaptiveTree(curve, cost(roofline.heads_work(heads, lm_head)))
+    projections = [lm_head] * len(heads) if heads.shared else []
+    policy = AdaptiveTree(curve, cost(product_work(heads, *projections)))
     costs = [1.0, *policy.costs[1:]]  # a round without drafts does not run the heads
     gains = (gain for _, gain in best_first(heads.accuracy.tolist()))
     yield expected_round("medusa", gains, costs, heads.accuracy[:, 0].tolist(), source)
@@ -209,12 +277,11 @@ def measured_heads(source: str | None, flag: str, key: str, command: str) -> tup
 
 def medusa_heads(path: Path, model: Transformer) -> MedusaHeads:
     """Heads without data for the model, with the accuracies and layers of a config.json."""
-    keys = CheckedJson(path)
+    keys, c = CheckedJson(path), model.config
     layers = keys.get("medusa_num_layers", integer(0, 99), 1)
-    vocab_size = None if str(keys.raw.get("version")) == "2" else model.config.vocab_size
-    count = len(keys.raw["medusa_accuracy"])
-    make = partial(MedusaHeads, count, layers, model.config.hidden_size, vocab_size)
-    heads = without_data(make, model.dtype)
+    vocab_size = None if str(keys.raw.get("version")) == "2" else c.vocab_size
+    sizes = len(keys.raw["medusa_accuracy"]), layers, c.hidden_size, vocab_size
+    heads = without_data(partial(MedusaHeads, *sizes), model.dtype)
     read_tree(heads, path)
     rates = heads.accuracy
     if not rates.numel() or not ((rates >= 0) & (rates <= 1)).all():

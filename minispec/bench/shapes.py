@@ -1,17 +1,18 @@
 """The shapes of real models: random weights, and a draft that is right as often as --acceptance."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import psutil
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minispec import distributed
 from minispec.bench.methods import Methods
-from minispec.bench.roofline import stored_bytes, without_data
 from minispec.bench.tables import format_bytes
 from minispec.cache import KVCache
 from minispec.checkpoints.load import pick_device, pick_dtype
@@ -19,6 +20,7 @@ from minispec.cli import UserError
 from minispec.generate import decode
 from minispec.model import Config, Transformer
 
+M = TypeVar("M", bound=nn.Module)
 DEFAULT_ACCEPTANCE = 0.8  # of a draft model
 # hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary; context limited to 2,048
 MODEL_SHAPES = {
@@ -29,6 +31,17 @@ MODEL_SHAPES = {
     "llama-3.1-8b": Config(4096, 14336, 32, 32, 8, 128, 128256, 2048, tied=False),
     "llama-3.1-70b": Config(8192, 28672, 80, 64, 8, 128, 128256, 2048, tied=False),
 }
+
+
+def without_data(make: Callable[[], M], dtype: torch.dtype) -> M:
+    """Return the module that `make` makes, on the meta device."""
+    with torch.device("meta"):
+        return make().to(dtype)
+
+
+def stored_bytes(*modules: nn.Module) -> int:
+    """Count the bytes of all weights as stored. Weights that a module ties count once."""
+    return sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers()))
 
 
 def random_weights(config: Config, dtype: str = "auto", device: str = "auto") -> Transformer:
