@@ -4,13 +4,11 @@ import json
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from threading import Lock, Thread
+from multiprocessing.pool import ThreadPool
+from threading import Lock
 from typing import TypeVar
 
 import httpx
@@ -218,21 +216,15 @@ class Server:
         try:
             response = self.http.request(method, path, json=body)
         except (httpx.ConnectError, httpx.ProxyError) as error:
-            lost = f"cannot be reached ({error}); is it running?"
-            raise RequestError(lost, "lost") from None
+            raise RequestError(f"cannot be reached ({error}); is it running?", "lost") from None
         except httpx.TimeoutException:
             late = f"did not answer within {time.monotonic() - begin:.0f} s{what}"
             raise RequestError(late, "unavailable") from None
         except httpx.HTTPError as error:
             broken = f"broke off its answer: {type(error).__name__}{what}"
             raise RequestError(broken, "failed") from None
-        text = response.content.decode("utf-8", "replace")
-        self.check_status(response, path, f"{self.redact(error_message(text))[:200]}{what}")
-        return text
-
-    def check_status(self, response: httpx.Response, path: str, message: str) -> None:
-        status = response.status_code
-        failure = f"HTTP {status}: {message}"
+        text, status = response.content.decode("utf-8", "replace"), response.status_code
+        failure = f"HTTP {status}: {self.redact(error_message(text))[:200]}{what}"
         if response.next_request:
             target = self.redact(str(response.next_request.url).removesuffix(path))
             raise RequestError(f"redirects to {target}; use that address instead", "unavailable")
@@ -244,6 +236,7 @@ class Server:
             raise RequestError(busy, "unavailable", busy=True)
         if not response.is_success:
             raise RequestError(failure, "failed" if status >= 500 else "rejected")
+        return text
 
     def redact(self, text: str) -> str:
         """Hide the key, in case the server repeats it."""
@@ -267,9 +260,7 @@ class Server:
         has_ids = tokens is not None
         if not has_ids:
             complete = text.rstrip("\ufffd")  # a limit may cut a character
-            tokens = []
-            if self.tokenizer:
-                tokens = self.tokenizer.encode(complete, add_special_tokens=False)
+            tokens = self.tokenizer.encode(complete, False) if self.tokenizer else []
         reason = at(choice, "finish_reason", of=str) or at(choice, "finish_reason", "type", of=str)
         end = tokens.pop() if tokens and tokens[-1] in self.eos_ids else None
         ended = is_stop_reason(reason) if end is None else True
@@ -379,30 +370,16 @@ def in_parallel(
 ) -> Iterator[tuple[int, Result]]:
     """Yield (i, ask(items[i])) in order. If one of them raises, or Ctrl-C is pressed, yield the
     others that are finished and raise that. Nothing waits for the remaining threads."""
-    waiting = deque(enumerate(items))
-    futures: list[Future] = [Future() for _ in items]
-    for _ in range(min(threads, len(items))):
-        Thread(target=work, args=(ask, waiting, futures), daemon=True).start()
-    i = 0
+    pool, i = ThreadPool(max(1, min(threads, len(items)))), 0
+    results = [pool.apply_async(ask, (item,)) for item in items]
     try:
-        for i, future in enumerate(futures):
-            yield i, future.result()
+        for i, result in enumerate(results):
+            yield i, result.get()
     except (Exception, KeyboardInterrupt):
-        waiting.clear()
-        for j, future in enumerate(futures[i:], i):
-            if future.done() and not future.exception():
-                yield j, future.result()
+        pool.terminate()  # its threads are daemons
+        for j, result in enumerate(results[i:], i):
+            if result.ready() and result.successful():
+                yield j, result.get()
         raise
     finally:
-        waiting.clear()
-
-
-def work(ask: Callable, waiting: deque, futures: list[Future]) -> None:
-    """Answer the items that are waiting, one after another, until there are none."""
-    with suppress(IndexError):  # another thread took the last one
-        while True:
-            i, item = waiting.popleft()
-            try:
-                futures[i].set_result(ask(item))
-            except BaseException as error:
-                futures[i].set_exception(error)
+        pool.terminate()

@@ -20,11 +20,9 @@ def are_known(model: Transformer, tokens: list[int]) -> bool:
 
 def largest_gap(model: Transformer, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
     """Return the largest gap below the best token, its index, and how many tokens have a gap."""
-    for i, token in enumerate(tokens):
-        if not are_known(model, [token]):
-            return math.inf, i, 1
-    if not tokens:
-        return 0.0, 0, 0
+    unknown = [i for i, token in enumerate(tokens) if not are_known(model, [token])]
+    if unknown or not tokens:
+        return (math.inf, unknown[0], 1) if unknown else (0.0, 0, 0)
     logits = answer_logits(model, prompt, tokens)  # (n, V)
     below = logits.max(-1).values - logits[torch.arange(len(tokens)), tokens]
     return float(below.max()), int(below.argmax()), int((below > 0).sum())
