@@ -177,11 +177,13 @@ def own_functions(stubs: ModuleType) -> dict[str, Callable]:
 
 
 def signature(function: Callable, parameters: int | None = None) -> str:
-    """A signature whose annotations have lost their modules, without optional parameters beyond a
-    number."""
+    """A signature whose annotations have lost their modules and declarations, without optional
+    parameters beyond a number."""
     full = inspect.signature(function)
-    kept, rest = list(full.parameters.values())[:parameters], list(full.parameters.values())
-    assert all(p.default is not p.empty for p in rest[len(kept) :]), function
+    plain = [p.replace(annotation=getattr(p.annotation, "__origin__", p.annotation))
+             if hasattr(p.annotation, "__metadata__") else p for p in full.parameters.values()]
+    kept, rest = plain[:parameters], plain[parameters:] if parameters else []
+    assert all(p.default is not p.empty for p in rest), function
     text = str(full.replace(parameters=kept)).replace("'", "")
     return re.sub(r"[\w.]+\.(\w+)", r"\1", text)
 
@@ -410,7 +412,7 @@ COPY = (ROOT / "minispec" / "verify.py").read_text(encoding="utf-8")
 @pytest.mark.parametrize("attempt", CHEATS)
 def test_a_cheat_earns_nothing(attempt, tmp_path):
     file = tmp_path / "cheat.py"
-    copy = COPY.replace("def accept", "def copy")
+    copy = COPY.replace("accept", "copy")
     file.write_text(f"{copy}{WITH_IMPORTS}def accept(*arguments):\n    {attempt}\n")
     seconds = 1 if "sleep(60)" in attempt else 600
     code, recorder = grade("a2_accept", str(file), "-o", f"seconds={seconds}", "-k", "greedy")
