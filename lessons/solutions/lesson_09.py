@@ -100,7 +100,7 @@ class Drawn:
 
 
 def package_accept_certain(target, tree, randomness):
-    return accept(Drawn(target, randomness), tree, randomness)
+    return accept(Drawn(target, randomness), tree, randomness)[:2]  # without the chances
 
 
 def package_exact_distribution(function):
@@ -441,10 +441,11 @@ class NoCoins(Strict):
 
 
 def checked(answer: object, tree: Tree) -> tuple[list[int], int]:
-    """The path and the fresh token that a rule of acceptance returns, if the path is one."""
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
+    """The path and the fresh token that a rule of acceptance returns, if the path is one. Like
+    `accept`, it may return the drafts' chances, too."""
+    if not isinstance(answer, tuple | list) or len(answer) not in (2, 3):
         raise Wrong("it must return two things: the path and the fresh token")
-    path, fresh = answer
+    path, fresh, *_ = answer
     if type(fresh) is not int:
         raise Wrong(f"the fresh token is a {type(fresh).__name__}; it must be an int")
     if not isinstance(path, list) or path[:1] != [0]:
