@@ -14,9 +14,8 @@ import functools
 from collections import Counter
 
 import pytest
-import torch
 from conftest import GOLDEN, SHARED, kinds_of_cases, needs_shared
-from half_right import SIZE, half_right, repeating_model
+from half_right import repeating_model
 
 from minispec import load
 from minispec.certify.common import GREEDY
@@ -48,20 +47,7 @@ PLAIN = bound("autoregressive")
 PROMPT = [0, 1, 2, 3, 0, 1, 2, 3]  # a circle of the repeating model
 
 
-@pytest.fixture(autouse=True)
-def drafters_that_are_half_right(monkeypatch):
-    """The cases' drafters, for the targets that repeat themselves."""
-
-    def drafter_for(folder, model, seed):
-        repeating = model.config.hidden_size == SIZE
-        return half_right(folder, model, seed) if repeating else original(folder, model, seed)
-
-    original = cases.drafter_for
-    monkeypatch.setattr(cases, "drafter_for", drafter_for)
-    with torch.no_grad():
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("half_right_drafters")
 EACH = [(method, name) for method in LOSSLESS
         for name in kinds_of_cases(method, cases.target(False, 3), first=True)]  # fmt: skip
 FIRST = {method: name for method, name in reversed(EACH)}
