@@ -39,7 +39,8 @@ from minispec.checkpoints.heads import (
 )
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.distill import draft, tree
+from minispec.distill import draft, medusa
+from minispec.distill.__main__ import COMMANDS
 from minispec.distill.__main__ import main as distill_main
 from minispec.distill.documents import Documents, shuffled_batches
 from minispec.distill.generated import held_out_indices, prompt_digest, read_generated, read_split
@@ -48,8 +49,6 @@ from minispec.generate.drafters import load_drafter
 from minispec.methods.medusa import RANKS, new_heads, with_prefixes
 from minispec.methods.vocabulary import Language, Subset
 from minispec.training.loop import CHECKPOINT, lock
-
-MODULES = "generate", "draft", "medusa", "mtp", "eagle3", "tree", "vocabulary", "export"
 
 
 @pytest.fixture
@@ -315,8 +314,8 @@ def test_invalid_files_of_generated_text_are_rejected(tmp_path, rows, message):
 @pytest.mark.parametrize("name", ["", "generate", "draft", "medusa", "mtp", "tree", "vocabulary"])
 def test_help_needs_no_docstrings(monkeypatch, name, capsys):
     """`python -OO` strips docstrings."""
-    for module in (distill, *(getattr(distill, name) for name in MODULES)):
-        monkeypatch.setattr(module, "__doc__", None)
+    for documented in (distill, *(run for run, _ in COMMANDS.values())):
+        monkeypatch.setattr(documented, "__doc__", None)
     with pytest.raises(SystemExit) as caught:
         run(*([name] if name else []), "-h")
     assert caught.value.code == 0 and "usage: python -m minispec.distill" in capsys.readouterr().out
@@ -527,7 +526,7 @@ def test_heads_can_be_trained_on_a_vocabulary_only():
 
 
 def test_accuracies_have_the_right_denominators():
-    accuracy = tree.accuracy_of(torch.tensor([[0, 0, 1, RANKS], [2, -1, -1, 0]]))
+    accuracy = medusa.accuracy_of(torch.tensor([[0, 0, 1, RANKS], [2, -1, -1, 0]]))
     assert accuracy[0, :2].tolist() == [0.5, 0.25] and accuracy[1, [0, 2]].tolist() == [0.5, 0.5]
     assert accuracy.shape == (2, RANKS)
 
@@ -539,7 +538,7 @@ def test_paths_are_sorted_by_how_often_all_their_tokens_are_right(seed):
     ranks[ranks == 3] = RANKS  # not among the best
     ranks[2, -1] = ranks[1, -1] = -1  # the end of a text, without labels
     columns = [tuple(column) for column in ranks.T[:-1].tolist()]
-    shares = tree.path_frequencies(ranks)
+    shares = medusa.path_frequencies(ranks)
     every = [p for n in (1, 2, 3) for p in itertools.product(range(3), repeat=n)]
     right = {p: sum(c[: len(p)] == p for c in columns) / len(columns) for p in every}
     assert shares == {p: share for p, share in right.items() if share}
@@ -547,7 +546,7 @@ def test_paths_are_sorted_by_how_often_all_their_tokens_are_right(seed):
     for n in range(len(shares)):
         first = list(shares)[:n]
         assert set(with_prefixes(first, 3, 3)) == set(first), "the first n are a tree"
-    assert tree.path_frequencies(ranks[:, :0]) == {}
+    assert medusa.path_frequencies(ranks[:, :0]) == {}
 
 
 # ---- complete runs -------------------------------------------------------------------------------
@@ -737,7 +736,7 @@ def test_ranks_are_among_the_tokens_of_the_draft_head():
     heads = randomise(new_heads(3, 1, model, True), 0)
     row = {"prompt": random_tokens(4), "tokens": random_tokens(30, 1)}
     text = row["prompt"] + row["tokens"]
-    ranks = tree.ranks_of(heads, Subset(model.lm_head.weight, ids), model, [row], 64)
+    ranks = medusa.ranks_of(heads, Subset(model.lm_head.weight, ids), model, [row], 64)
     logits = heads(model(text)[0], model)[..., ids]  # (K, n, len(ids))
     for k, t in itertools.product(range(3), range(len(text))):
         label = text[t + k + 2] if 3 <= t + 2 and t + k + 2 < len(text) else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minispec import verify
 from minispec.certify.toys import total_variation
-from minispec.distill.tree import accuracy_of, path_frequencies
+from minispec.distill.medusa import accuracy_of, path_frequencies
 from minispec.methods import adaptive
 from minispec.methods.medusa import RANKS
 from minispec.tree import Tree

@@ -10,9 +10,8 @@ Generation and training resume where they stopped when restarted.
 from minispec.distill.batch import sample_batch
 from minispec.distill.documents import Documents, hidden_states
 from minispec.distill.generated import Duplicates
-from minispec.distill.medusa import HeadsLoss
+from minispec.distill.medusa import HeadsLoss, labels_of
 from minispec.distill.mtp import AllSteps, MTPLoss, step_accuracy, step_weights
-from minispec.distill.tree import labels_of
 
 __all__ = [
     "AllSteps", "Documents", "Duplicates", "HeadsLoss", "MTPLoss", "hidden_states", "labels_of",

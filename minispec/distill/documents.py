@@ -140,6 +140,15 @@ class Documents:
         states = [found[i][:n].float() for i in indices]
         return torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
 
+    def gather(
+        self, index: Tensor, steps: int, device: torch.device
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The target's hidden states (B, T - 2 + steps, d), tokens (B, T + steps) and the labels
+        (B, T - 2) of steps 1 to `steps`."""
+        tokens = F.pad(self.tokens[index], (0, steps)).to(device)
+        labels = [self.labels(index, k + 1).to(device) for k in range(steps)]
+        return self.states(index, labels[0].shape[1] + steps).to(device), tokens, labels
+
 
 def shuffled_batches(count: int, rows: int, seed: int) -> Batch:
     """A function that maps a step to `rows` indices below `count`, reshuffled every epoch. No batch
@@ -205,6 +214,6 @@ def train_on_generated(
     layers = getattr(model, "feature_layers", ())
     documents = Documents.from_rows(training, target, args.context, args.dtype, layers)
     batch = shuffled_batches(len(training), args.rows, args.seed)
-    run = train(model, identity, loss(documents), batch, args, optimizers)
+    run = train(model.requires_grad_(True), identity, loss(documents), batch, args, optimizers)
     model.half().float()
     return run, held_out

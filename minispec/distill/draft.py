@@ -51,6 +51,7 @@ def agreement(draft: Transformer, target: Transformer, rows: list[dict]) -> dict
 
 
 def run(args: argparse.Namespace) -> None:
+    """Train a draft model on text that the target generated."""
     target, tokenizer = load_target(args)
     c = target.config
     draft = new_model(args, tokenizer, vocab_size=c.vocab_size, bos_id=c.bos_id, eos_ids=c.eos_ids)

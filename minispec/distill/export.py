@@ -30,7 +30,8 @@ QKV_WEIGHTS = "q_proj.weight", "k_proj.weight", "v_proj.weight"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the heads to --out and print the commands that serve the target with them."""
+    """Export Medusa heads for vLLM, or an MTP head for vLLM and SGLang, which load them next to the
+    model. Prints the commands that serve the target with them."""
     target, tokenizer = load(args.model, args.dtype, "cpu")
     if args.medusa:
         heads = load_medusa(args.medusa, target, tokenizer)

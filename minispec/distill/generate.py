@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from minispec import distributed
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import OutputFile, UserError, flag_name, note, user_error
+from minispec.cli import OutputFile, UserError, flag_name, note, number, user_error
 from minispec.distill import server
 from minispec.distill.batch import sample_batch
 from minispec.distill.documents import load_target, weights_digest
@@ -34,7 +34,7 @@ from minispec.distill.generated import OPENERS, Duplicates, read_generated
 from minispec.generate.api import unlisted_eos_warning
 from minispec.model import Config, Transformer
 from minispec.sampling import Sampling
-from minispec.training.loop import digest, integer_flags, lock
+from minispec.training.loop import add_flags, digest, lock
 from minispec.training.text import (
     Conversation,
     Corpus,
@@ -200,7 +200,7 @@ def append_documents(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Append documents to --out until it holds --documents of them."""
+    """Generate text with the target, to train drafts and heads on."""
     with distributed.together():
         check_flags(args)
         model, tokenizer = load_target(args, args.dtype)
@@ -255,17 +255,16 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the API "
                    "key of --server. Without it no key is sent")  # fmt: skip
     p.add_argument("--out", type=OutputFile, required=True, help=".jsonl file to append to")
-    integer_flags(
+    add_flags(
         p,
-        ("documents", 1, 8000, "documents the file should hold"),
-        ("tokens", 1, 200, "maximum tokens to generate per document"),
-        ("batch", 1, 64, "prompts sampled at once, or requests to --server"),
-        ("seed", 0, 0, "random seed"),
+        ("documents", number(1), 8000, "documents the file should hold"),
+        ("tokens", number(1), 200, "maximum tokens to generate per document"),
+        ("batch", number(1), 64, "prompts sampled at once, or requests to --server"),
+        ("seed", number(0), 0, "random seed"),
+        ("temperature", float, 0.6, "0: greedy"),
+        ("top-k", int, 20, "0: off"),
+        ("top-p", float, 0.95, "1: off"),
     )
-    p.add_argument("--temperature", type=float, default=0.6,
-                   help="0: greedy (default: %(default)s)")  # fmt: skip
-    p.add_argument("--top-k", type=int, default=20, help="0: off (default: %(default)s)")
-    p.add_argument("--top-p", type=float, default=0.95, help="1: off (default: %(default)s)")
     p.add_argument("--keep-duplicates", action="store_true",
                    help="keep near-duplicates, at the rate the target generates them")  # fmt: skip
     p.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")

@@ -1,30 +1,32 @@
-"""Train FastMTP's head on text that the target generated."""
+"""Train and measure the heads that run on their own output: FastMTP's and EAGLE-3's."""
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import mean
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minispec import distributed
-from minispec.checkpoints.heads import load_mtp, load_subset, save_mtp
+from minispec.checkpoints.eagle3 import load_eagle3, save_eagle3
+from minispec.checkpoints.heads import load_mtp, load_subset, save_acceptance, save_mtp
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import number
+from minispec.cli import UserError, number
 from minispec.distill.documents import (
     Documents,
     cross_entropy,
+    load_for_measuring,
     load_target,
     store_vocabulary,
     train_on_generated,
 )
-from minispec.methods.eagle3 import Eagle3Head
+from minispec.methods.eagle3 import OWN_VOCABULARY, Eagle3Head, default_layers
 from minispec.methods.fastmtp import MTPHead, RecurrentHead
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import ForwardContext, Transformer, count_parameters
-from minispec.training.loop import markdown_table, training_arguments, without_folder, write_card
+from minispec.training import loop
 from minispec.training.new_model import initialise
 
 
@@ -76,12 +78,7 @@ class MTPLoss:
         return total
 
     def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The target's hidden states (B, T - 2 + steps, d), tokens (B, T + steps) and each step's
-        labels (B, T - 2)."""
-        documents, device, steps = self.documents, self.target.device, len(self.weights)
-        tokens = F.pad(documents.tokens[index], (0, steps)).to(device)
-        labels = [documents.labels(index, k + 1).to(device) for k in range(steps)]
-        return documents.states(index, labels[0].shape[1] + steps).to(device), tokens, labels
+        return self.documents.gather(index, len(self.weights), self.target.device)
 
     def logits(self, x: Tensor) -> Tensor:
         """The head's outputs (..., d) -> (..., V)."""
@@ -146,32 +143,54 @@ def measure(
         kinds.setdefault(row["kind"], []).append(i)
     rates = {kind: step_accuracy(measured, indices) for kind, indices in kinds.items()}
     head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
-    return markdown_table("kind", [f"step {k + 1}" for k in range(len(head.acceptance))], rates)
+    steps = [f"step {k + 1}" for k in range(len(head.acceptance))]
+    return loop.markdown_table("kind", steps, rates)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Train FastMTP's head on text that the target generated."""
     target, tokenizer = load_target(args)
-    if args.init:
-        head = load_mtp(args.init, target, tokenizer).requires_grad_(True)
-    else:
-        head = MTPHead(target.config)
-        initialise(head, args.seed)
-        head.to(args.device)
+    head = load_mtp(args.init, target, tokenizer) if args.init else MTPHead(target.config)
     vocabulary = load_subset(args.vocabulary, target, tokenizer)
 
-    def save() -> None:
-        weights = step_weights(args.k, args.beta)
-        save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, weights)
+    def save(*where) -> None:
+        save_mtp(head, *where, step_weights(args.k, args.beta))
         store_vocabulary(args, target, tokenizer)
 
     train_head(args, target, tokenizer, head, vocabulary, save, "A FastMTP head")
 
 
+def run_eagle3(args: argparse.Namespace) -> None:
+    """Train an EAGLE-3 head on text that the target generated.
+
+    As in the paper's training-time test, each step reads the head's own output of the step before.
+    The head drafts only the tokens of --vocabulary, whose lm_head rows it starts from.
+    """
+    if args.init and args.vocabulary:
+        raise UserError(f"--init: {OWN_VOCABULARY}")
+    target, tokenizer = load_target(args)
+    if args.init:
+        head = load_eagle3(args.init, target, tokenizer)
+    else:  # with the target's sizes, and the plain llama block of published heads
+        c, subset = target.config, load_subset(args.vocabulary, target, tokenizer)
+        ids = sorted(subset.host_ids.tolist()) if subset else list(range(c.vocab_size))
+        plain = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
+        head = Eagle3Head(replace(c, model_type="llama", **plain), c, ids, default_layers(c.layers))
+    save = partial(save_eagle3, head)
+    train_head(args, target, tokenizer, head, head, save, "An EAGLE-3 head")
+
+
 def train_head(
     args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, head: RecurrentHead,
-    vocabulary: Subset | None, save: Callable[[], None], title: str,
+    vocabulary: Subset | None, save: Callable[..., None], title: str,
 ) -> None:  # fmt: skip
-    """Train a head as the flags say, measure it, `save` it and write its card."""
+    """Train a head, which is initialised unless it has been loaded, as the flags say. Measure it,
+    `save` it and write its card."""
+    if not args.init:
+        initialise(head, args.seed)
+        if isinstance(head, Eagle3Head):
+            head.lm_head.weight.data.copy_(target.lm_head.weight[head.host_ids])
+        head.to(args.device)
     loss = partial(
         MTPLoss, head, target, steps=args.k, beta=args.beta, aligned=args.mode == "aligned",
         soft=args.soft, vocabulary=vocabulary,
@@ -182,10 +201,10 @@ def train_head(
     if distributed.world.rank:
         return
     table = measure(head, loss, target, held_out, args.context)
-    save()
+    save(args.out, loop.without_folder(args.model), tokenizer, torch.float16)
     measured = ("How often each step's best token is right on held-out documents, given the true "
                 "tokens before it:")  # fmt: skip
-    write_card(args, run, f"{title} of {count_parameters(head):,} parameters", measured, table)
+    loop.write_card(args, run, f"{title} of {count_parameters(head):,} parameters", measured, table)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
@@ -194,12 +213,38 @@ def arguments(p: argparse.ArgumentParser) -> None:
     head_arguments(p, k=3, beta=0.6)
 
 
+def eagle3_arguments(p: argparse.ArgumentParser) -> None:
+    p.set_defaults(mode="aligned")
+    head_arguments(p, k=7, beta=0.8)
+
+
 def head_arguments(p: argparse.ArgumentParser, k: int, beta: float) -> None:
     """Add the flags of `train_head`, with these defaults."""
-    p.add_argument("--k", type=number(1, 32), default=k,
-                   help="steps to train, one per drafted token (default: %(default)s)")  # fmt: skip
-    p.add_argument("--beta", type=number(0, 10, float), default=beta,
-                   help="ratio of successive loss weights (default: %(default)s)")  # fmt: skip
+    loop.add_flags(
+        p,
+        ("k", number(1, 32), k, "steps to train, one per drafted token"),
+        ("beta", number(0, 10, float), beta, "ratio of successive loss weights"),
+    )
     p.add_argument("--soft", action="store_true",
                    help="learn the target's distributions instead of its tokens")  # fmt: skip
-    training_arguments(p, steps=1000, context=224, lr=4e-3)
+    loop.training_arguments(p, steps=1000, context=224, lr=4e-3)
+
+
+def run_acceptance(args: argparse.Namespace) -> None:
+    """Measure how often each step of a FastMTP or EAGLE-3 head is right. `--k auto` starts from
+    these rates.
+
+    The training commands measure new heads themselves; this is for heads from elsewhere, and for
+    other text.
+    """
+    target, folder, drafter, rows = load_for_measuring(args, "mtp")
+    head, vocabulary = drafter["head"], drafter.get("vocabulary")
+    subset = vocabulary and vocabulary.select([])
+    loss = partial(MTPLoss, head, target, steps=args.k, beta=1.0, aligned=True, vocabulary=subset)
+    table = measure(head, loss, target, rows, target.config.context)
+    save_acceptance(head, folder)
+    print(table)
+
+
+def acceptance_arguments(p: argparse.ArgumentParser) -> None:
+    loop.add_flags(p, ("k", number(1, 32), 3, "steps to measure"))

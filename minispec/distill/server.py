@@ -13,21 +13,7 @@ import torch
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note
 from minispec.model import Transformer
-from minispec.remote.client import (
-    TRANSIENT,
-    Answer,
-    RequestError,
-    Server,
-    in_parallel,
-    keys_in,
-)
-from minispec.remote.identity import (
-    answer_logits,
-    are_known,
-    greedy_answer,
-    mismatch,
-    with_end,
-)
+from minispec.remote import client, identity
 from minispec.sampling import Sampling, warp
 from minispec.training.text import Skipped
 
@@ -49,13 +35,13 @@ class ServerSampler:
     ):
         self.model, self.tokenizer = model, tokenizer
         self.skipped, self.batch = skipped, args.batch
-        (key,) = keys_in([args.key_env], 1) if args.key_env else (None,)
+        (key,) = client.keys_in([args.key_env], 1) if args.key_env else (None,)
         eos_ids = model.config.eos_ids
-        self.server = Server(
+        self.server = client.Server(
             args.server, tokenizer, args.name, eos_ids, ANSWER_SECONDS, key, connections=args.batch
         )
         self.server.probe(tokenizer.encode("The") or [0])
-        self.server.retried, self.server.retry_seconds = TRANSIENT, RETRY_SECONDS
+        self.server.retried, self.server.retry_seconds = client.TRANSIENT, RETRY_SECONDS
         if not self.server.accepts_extra:
             note(f"{self.server.url} accepts OpenAI's fields only; its own settings of min-p and "
                  "repetition penalties apply, if it has any")  # fmt: skip
@@ -85,7 +71,7 @@ class ServerSampler:
                     continue
                 answers.append((prompts[i], tokens))
                 yield i, tokens
-        except RequestError as error:
+        except client.RequestError as error:
             hint = "the documents so far are in --out, and the same command continues there"
             raise UserError(f"{self.server.url} {error}; {hint}") from None
         removes = sampling.temperature and (sampling.top_k or sampling.top_p < 1)
@@ -103,24 +89,24 @@ class ServerSampler:
                 return "the server accepts text only, and its text has other tokens"
             try:
                 return ask(i)
-            except RequestError as error:
+            except client.RequestError as error:
                 if error.kind == "rejected":
                     return f"the server rejects it: {error}"
                 if error.kind == "incomplete":
                     return f"the server {error}"
                 raise
 
-        return in_parallel(answer_or_reason, list(range(len(prompts))), self.batch)
+        return client.in_parallel(answer_or_reason, list(range(len(prompts))), self.batch)
 
     def leave_out(self, prompt: list[int], reason: str) -> None:
         reasons = self.skipped.reasons  # prompts may be the same, so they are numbered
         reasons[f"prompt {len(reasons) + 1}, {self.tokenizer.decode(prompt)[:40]!r}"] = reason
 
-    def tokens_of(self, answer: Answer, n: int) -> list[int]:
+    def tokens_of(self, answer: client.Answer, n: int) -> list[int]:
         """Return the tokens of an answer of at most `n`, with an end token if one ended it."""
         end = self.end if answer.end is None else [answer.end]
         tokens = (answer.tokens + (end if answer.ended else []))[:n]
-        if not are_known(self.model, tokens):
+        if not identity.are_known(self.model, tokens):
             raise UserError(f"{self.server.url} returned token {max(tokens)}, which --model lacks")
         return tokens
 
@@ -134,14 +120,14 @@ class ServerSampler:
         new = new[: CHECKED_ANSWERS - len(self.checked)]
         self.checked.update(map(tuple, new))
 
-        compared = []
-        answers = self.ask_all(new, lambda i: greedy_answer(self.server, new[i], CHECKED_TOKENS))
+        compared, n = [], CHECKED_TOKENS
+        answers = self.ask_all(new, lambda i: identity.greedy_answer(self.server, new[i], n))
         for i, answer in answers:
             if not isinstance(answer, str):
-                tokens = answer.tokens[:CHECKED_TOKENS]
-                tokens = with_end(self.model, new[i], tokens, CHECKED_TOKENS, answer.ended)
+                tokens = answer.tokens[:n]
+                tokens = identity.with_end(self.model, new[i], tokens, n, answer.ended)
                 compared.append((new[i], answer, tokens))
-        if problem := compared and mismatch(self.model, compared, TOLERANCE):
+        if problem := compared and identity.mismatch(self.model, compared, TOLERANCE):
             raise UserError(f"{self.server.url} does not serve --model: {problem}")
 
     @torch.no_grad()
@@ -149,7 +135,7 @@ class ServerSampler:
         """Note if the server draws many tokens that our top-k and top-p remove."""
         removed = total = 0
         for prompt, tokens in answers:
-            p = warp(answer_logits(self.model, prompt, tokens), sampling)  # (n, V)
+            p = warp(identity.answer_logits(self.model, prompt, tokens), sampling)  # (n, V)
             drawn = p.gather(-1, torch.tensor(tokens, device=p.device)[:, None])
             removed, total = removed + int((drawn == 0).sum()), total + len(tokens)
         self.samples_checked = True

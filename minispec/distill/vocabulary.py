@@ -13,10 +13,12 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import TEXT_ENCODING, OutputFile, UserError, comma_separated, number
 from minispec.distill.generated import OPENERS, read_generated
 from minispec.methods.vocabulary import count
+from minispec.training.loop import add_flags
 from minispec.training.text import plain_text, read_documents
 
 
 def run(args: argparse.Namespace) -> None:
+    """List the most frequent tokens of each language, for heads to draft from."""
     tokenizer = read_tokenizer(args.model)
     languages = {}
     for name, files in args.text:
@@ -57,6 +59,5 @@ def arguments(p: argparse.ArgumentParser) -> None:
                    metavar="NAME=FILE,…",
                    help="a language and its text files, or files from distill generate; "
                         "repeat for each language")  # fmt: skip
-    p.add_argument("--size", type=number(1), default=2048,
-                   help="tokens per language (default: %(default)s)")  # fmt: skip
+    add_flags(p, ("size", number(1), 2048, "tokens per language"))
     p.add_argument("--out", type=OutputFile, required=True, help="JSON file to write")

@@ -209,28 +209,27 @@ def markdown_table(corner: str, columns: list[str], rows: dict[object, list[floa
     return "\n".join(lines)
 
 
-def integer_flags(p: argparse.ArgumentParser, *flags: tuple[str, int, int, str]) -> None:
-    """Add an integer flag for each (name, minimum, default, help)."""
-    for name, minimum, default, text in flags:
-        p.add_argument(f"--{name}", type=number(minimum), default=default,
-                       help=f"{text} (default: {default})")  # fmt: skip
+def add_flags(p: argparse.ArgumentParser, *flags: tuple[str, Callable, float, str]) -> None:
+    """Add a flag for each (name, type, default, help)."""
+    for name, kind, default, text in flags:
+        text += f" (default: {default})"
+        p.add_argument(f"--{name}", type=kind, default=default, help=text)
 
 
 def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr: float) -> None:
     """Add the flags that all training commands share, with these defaults."""
     p.add_argument("--out", type=OutputFolder, required=True, help="directory to write")
-    integer_flags(
+    add_flags(
         p,
-        ("steps", 1, steps, "training steps"),
-        ("rows", 1, 16, "rows per step"),
-        ("context", 8, context, "tokens per row"),
-        ("save-every", 1, 100, "steps between checkpoints"),
-        ("seed", 0, 0, "random seed"),
+        ("steps", number(1), steps, "training steps"),
+        ("rows", number(1), 16, "rows per step"),
+        ("context", number(8), context, "tokens per row"),
+        ("save-every", number(1), 100, "steps between checkpoints"),
+        ("seed", number(0), 0, "random seed"),
+        ("lr", number(1e-12, 1e3, float), lr, "peak learning rate"),
     )
     p.add_argument("--minutes", type=number(1e-3, 1e6, float),
                    help="train for this long instead of for --steps")  # fmt: skip
-    p.add_argument("--lr", type=number(1e-12, 1e3, float), default=lr,
-                   help="peak learning rate (default: %(default)s)")  # fmt: skip
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                    help="for matrix products (float32 uses TF32 on a GPU; bfloat16 is fast on GPUs "
                         "and on CPUs with AMX)")  # fmt: skip

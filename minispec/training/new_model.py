@@ -11,17 +11,22 @@ from minispec.checkpoints.load import check_matching, load
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import Source, UserError, number
 from minispec.model import Config, Transformer
-
-SIZE_HELP = {"layers": "transformer layers", "width": "hidden size", "heads": "attention heads",
-             "ffn": "hidden size of the MLP", "kv-heads": "key-value heads"}  # fmt: skip
+from minispec.training.loop import add_flags
 
 
-def size_arguments(p: argparse.ArgumentParser, **sizes: int) -> None:
+def size_arguments(
+    p: argparse.ArgumentParser, layers: int, width: int, heads: int, ffn: int
+) -> None:
     """Add flags for the sizes of a new model, with these defaults, and --init."""
-    for name, size in {**sizes, "kv-heads": 1}.items():
-        maximum = 1000 if name == "layers" else 2**16
-        p.add_argument(f"--{name}", type=number(1, maximum), default=size,
-                       help=f"{SIZE_HELP[name]} (default: {size})")  # fmt: skip
+    size = number(1, 2**16)
+    add_flags(
+        p,
+        ("layers", number(1, 1000), layers, "transformer layers"),
+        ("width", size, width, "hidden size"),
+        ("heads", size, heads, "attention heads"),
+        ("ffn", size, ffn, "hidden size of the MLP"),
+        ("kv-heads", size, 1, "key-value heads"),
+    )
     p.add_argument("--init", type=Source,
                    help="start from this checkpoint; its sizes override the flags")  # fmt: skip
 

@@ -26,16 +26,7 @@ from minispec.checkpoints.tokenizer import Tokenizer, read_backend
 from minispec.cli import Parser, command, number
 from minispec.generate import decode
 from minispec.model import Transformer, count_parameters
-from minispec.training.loop import (
-    Batch,
-    TrainingRun,
-    digest,
-    markdown_table,
-    train,
-    training_arguments,
-    training_setup,
-    write_card,
-)
+from minispec.training import loop
 from minispec.training.new_model import new_model, size_arguments
 from minispec.training.text import END, Corpus, Document, plain_text, read_corpus
 
@@ -89,7 +80,7 @@ def tokenize(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray
     return [np.array(tokenizer.encode(text), np.int32) for text in texts]
 
 
-def packed_batches(documents: list[np.ndarray], rows: int, context: int, seed: int) -> Batch:
+def packed_batches(documents: list[np.ndarray], rows: int, context: int, seed: int) -> loop.Batch:
     """Batches (rows, context + 1) of documents packed end to end, reshuffled every epoch. A row's
     last token is only a label; it is also the first token of the next row."""
     size, n = sum(map(len, documents)), rows * context
@@ -146,7 +137,7 @@ def choose_tokenizer(args: argparse.Namespace, corpus: Corpus) -> Tokenizer:
 
 
 def finish(
-    run: TrainingRun, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Corpus,
+    run: loop.TrainingRun, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Corpus,
     args: argparse.Namespace,
 ) -> None:  # fmt: skip
     """Write the model and its card. `sizes` are the token counts of each kind."""
@@ -163,8 +154,9 @@ def finish(
         kind: [bits_per_byte(model, tokenizer, documents)]
         for kind, documents in held_out.items() if documents
     }  # fmt: skip
-    table = markdown_table("kind", ["held-out bits per byte"], bits)
-    write_card(args, run, f"A model of {count_parameters(model):,} parameters", measured, table)
+    title = f"A model of {count_parameters(model):,} parameters"
+    table = loop.markdown_table("kind", ["held-out bits per byte"], bits)
+    loop.write_card(args, run, title, measured, table)
 
 
 @command
@@ -174,14 +166,13 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH",
                    help="text files or folders (see training/text.py)")  # fmt: skip
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
-    p.add_argument("--vocab", type=number(260, 2**20), default=4096,
-                   help="size of a new tokenizer (default: %(default)s)")  # fmt: skip
+    loop.add_flags(p, ("vocab", number(260, 2**20), 4096, "size of a new tokenizer"))
     size_arguments(p, layers=6, width=192, heads=3, ffn=512)
-    training_arguments(p, steps=2000, context=256, lr=4e-3)
+    loop.training_arguments(p, steps=2000, context=256, lr=4e-3)
     distributed.join()
     with distributed.together():
         args = p.parse_args(argv)
-    with training_setup(args, ["pretrain", *argv]):
+    with loop.training_setup(args, ["pretrain", *argv]):
         with distributed.together():
             corpus, held_out = read_corpus(args.data)
         tokenizer = choose_tokenizer(args, corpus)
@@ -190,12 +181,12 @@ def main(argv: list[str] | None = None) -> None:
         model = new_model(args, tokenizer, **config)
         tokens = {name: tokenize(tokenizer, documents) for name, documents in corpus.items()}
         identity = {
-            "data": digest(corpus),
+            "data": loop.digest(corpus),
             "tokenizer": tokenizer.hash_without(set()),
             "model": str(model.config),
         }
         batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
-        run = train(model, identity, functools.partial(next_token_loss, model), batch, args)
+        run = loop.train(model, identity, functools.partial(next_token_loss, model), batch, args)
         if distributed.world.rank == 0:
             sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
             finish(run, tokenizer, sizes, held_out, args)
