@@ -7,7 +7,7 @@ position j, and predicts t_{j+2}. For further drafts, the head reads its own out
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from minispec.methods.declaration import (
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import CHUNK, Block, Config, ForwardContext, Rope, Transformer, make_context
 from minispec.sampling import OneHot, Randomness, Sampling, draw, probs
-from minispec.tree import FixedK, NodePolicy, Step, Tree, node_policy
-from minispec.verify import accept, accept_block
+from minispec.tree import FixedK, NodePolicy, Policy, Step, Tree, node_policy
+from minispec.verify import Rule, accept, accept_block
 
 HEAD_CASES = [  # to try, with any recurrent head
     {"k": 1}, {"k": 2}, *({"k": k, "draft_sampling": Sampling()} for k in (1, 2, 3, 6)),
@@ -319,34 +319,74 @@ def fastmtp(
     it samples with `draft_sampling` (default: the target's). Any choice is lossless. `head_cache`
     may hold the head's rows for a prefix of the text in `cache`.
     """
-    policy = k if hasattr(k, "choose") else FixedK(k)
-    nodes = node_policy(tree)
-    vocabulary = head.vocabulary(model, vocabulary)
     cache = cache or model.new_cache()
     drafter = head.start(model, cache, head_cache)
-    tokens, layers = list(prompt), head.feature_layers
-    read_prompt(model, cache, tokens, drafter)
+    source = HeadSource(drafter, head.vocabulary(model, vocabulary), k, tree, draft_sampling)
+    return draft_and_verify(model, cache, list(prompt), source, sampling, randomness, rule)
+
+
+def draft_and_verify(
+    model: Transformer, cache: KVCache, tokens: list[int], source: "Source", sampling: Sampling,
+    randomness: Randomness, rule: Rule,
+) -> Iterator[Step]:  # fmt: skip
+    """The loop of all methods that draft with a head: propose, score, accept, commit, receive."""
+    read_prompt(model, cache, tokens, source.drafter)
     yield Step()  # the prefill, so that it can be timed separately
     while True:
-        draft_head = vocabulary.select(tokens)
         free_rows = cache.free_rows - 1  # one row is for the root
-        if nodes is None:
-            n = min(policy.choose(), free_rows)
-            rows, draft_probs = drafter.draft(
-                tokens, n, draft_sampling or sampling, randomness, draft_head
-            )
-            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling, layers)
-        else:
-            proposed = drafter.tree(tokens, nodes, free_rows, draft_head)
-            hidden, p = score_tree(model, cache, proposed, sampling, layers)
+        drafts = source.propose(tokens, free_rows, sampling, randomness)
+        proposed, hidden, p = score(model, cache, drafts, sampling, source.drafter.feature_layers)
         path, next_token, *asked = rule(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
         # the head's own rows were scratch; rows made from the target's hidden states replace them
-        drafter.receive(accepted_rows(hidden, path), new)
-        (nodes or policy).observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
+        source.drafter.receive(accepted_rows(hidden, path), new)
+        source.observe(proposed, path)
         tokens += new
         yield Step(new, proposed, path, *asked)
+
+
+Drafts = Tree | tuple[Tensor, list[Tensor | None]]  # a tree; or the root and a chain, and its q's
+
+
+class Source(Protocol):
+    """Where the drafts of `draft_and_verify` come from."""
+
+    drafter: Drafter
+
+    def propose(
+        self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness
+    ) -> Drafts:
+        """The drafts after `tokens`, at most `free_rows`."""
+
+    def observe(self, tree: Tree, path: list[int]) -> None:
+        """Record the outcome of a round."""
+
+
+class HeadSource:
+    """Drafts with a head: a chain of `k` or, with `nodes`, a tree; both may be policies."""
+
+    def __init__(
+        self, drafter: Drafter, vocabulary: Vocabulary, k: int | Policy, nodes: int | NodePolicy,
+        draft_sampling: Sampling | None,
+    ):  # fmt: skip
+        self.drafter, self.vocabulary, self.sampling = drafter, vocabulary, draft_sampling
+        self.policy, self.nodes = k if hasattr(k, "choose") else FixedK(k), node_policy(nodes)
+
+    def propose(
+        self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness,
+        chain: Sequence[tuple[int, float]] = (),
+    ) -> Drafts:  # fmt: skip
+        """See Source. The `chain` of other drafts, with their values, is for a tree."""
+        draft_head = self.vocabulary.select(tokens)
+        if self.nodes is not None:
+            return self.drafter.tree(tokens, self.nodes, free_rows, draft_head, chain)
+        n = min(self.policy.choose(), free_rows)
+        return self.drafter.draft(tokens, n, self.sampling or sampling, randomness, draft_head)
+
+    def observe(self, tree: Tree, path: list[int]) -> None:
+        """See Source."""
+        (self.nodes or self.policy).observe(drafted=len(tree) - 1, accepted=len(path) - 1)
 
 
 def read_prompt(
@@ -366,25 +406,20 @@ def accepted_rows(hidden: Tensor, path: list[int]) -> Tensor:
     return hidden[: len(path)] if path[-1] < len(path) else hidden[path]
 
 
-def score_chain(
-    model: Transformer, cache: KVCache, rows: Tensor, draft_probs: list[Tensor | None],
-    sampling: Sampling, feature_layers: tuple[int, ...] = (),
+def score(
+    model: Transformer, cache: KVCache, drafts: Drafts, sampling: Sampling,
+    feature_layers: tuple[int, ...] = (),
 ) -> tuple[Tree, Tensor, Tensor | OneHot]:  # fmt: skip
-    """Score the newest token and its drafts, which may be on the device. Returns them as a tree,
+    """Score the newest token and its drafts; a chain may be on the device. Returns them as a tree,
     the hidden states (n, d), followed in each row by those that enter `feature_layers`, and the
     target's distributions."""
-    host_rows = rows.to("cpu", non_blocking=True)
-    hidden = model(rows, cache, feature_layers=feature_layers)[0]
-    logits = model.logits(hidden[:, : model.config.hidden_size])
-    p = probs(logits, sampling)  # waits for the device
-    root, *drafts = host_rows.tolist()
-    return Tree.chain(root, drafts, draft_probs), hidden, p
-
-
-def score_tree(
-    model: Transformer, cache: KVCache, tree: Tree, sampling: Sampling,
-    feature_layers: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor | OneHot]:  # fmt: skip
-    """Score a tree. Returns the hidden states, as `score_chain`, and the target's distributions."""
-    hidden = model(tree.tokens, cache, tree.depth, tree.mask, feature_layers)[0]
-    return hidden, probs(model.logits(hidden[:, : model.config.hidden_size]), sampling)
+    if isinstance(drafts, Tree):
+        hidden = model(drafts.tokens, cache, drafts.depth, drafts.mask, feature_layers)[0]
+    else:
+        host_rows = drafts[0].to("cpu", non_blocking=True)
+        hidden = model(drafts[0], cache, feature_layers=feature_layers)[0]
+    p = probs(model.logits(hidden[:, : model.config.hidden_size]), sampling)  # waits for the device
+    if not isinstance(drafts, Tree):
+        root, *chain = host_rows.tolist()
+        drafts = Tree.chain(root, chain, drafts[1])
+    return drafts, hidden, p

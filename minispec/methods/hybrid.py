@@ -27,18 +27,17 @@ from minispec.methods.declaration import (
 )
 from minispec.methods.fastmtp import (
     MTP,
-    accepted_rows,
+    Drafts,
+    HeadSource,
     check_vocabulary,
-    read_prompt,
-    score_chain,
-    score_tree,
+    draft_and_verify,
 )
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose, replace_unknown
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import FixedK, Policy, Step, Tree, node_policy
+from minispec.tree import FixedK, Policy, Step, Tree
 from minispec.verify import accept, accept_block
 
 LookupK = Annotated[int | Policy, Option("copies per round, or auto", least=1, auto="copies")]
@@ -79,7 +78,7 @@ class ModelDrafter:
            {"k": 2, "rule": accept_block}, {"k": "auto", "lookup_k": "auto"}, {"tree": 6},
            {"tree": "auto"}, {"draft": "other", "k": 2}, {"draft": "other", "k": "auto"},
            {"head": "eagle3", "k": 2}],
-    waits={"": (1, None), "tree": (2, 2)}, checks=(check_vocabulary,),
+    waits={"": (1, None), "draft": (2, None), "tree": (2, 2)}, checks=(check_vocabulary,),
 )  # fmt: skip
 def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
@@ -96,9 +95,7 @@ def hybrid(
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
     `draft_cache` is the draft model's, as in `speculative`, and `head_cache` the head's.
     """
-    drafting, copying = (n if hasattr(n, "choose") else FixedK(n) for n in (k, lookup_k))
-    nodes = node_policy(tree)
-    if nodes is not None and head is None:
+    if tree != 0 and head is None:
         raise UserError("hybrid: a tree needs a head, not a draft model")
     cache = cache or model.new_cache()
     drafter = (
@@ -106,45 +103,46 @@ def hybrid(
         else head.start(model, cache, head_cache)
     )  # fmt: skip
     vocabulary = FullVocabulary(model) if head is None else head.vocabulary(model, vocabulary)
-    tokens, index = list(prompt), NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
-    layers = drafter.feature_layers
-    read_prompt(model, cache, tokens, drafter)
-    yield Step()  # the prefill, so that it can be timed separately
-    rates = AdaptiveK([1.0], 0.0)  # of copied tokens in trees
-    while True:
-        free_rows = cache.free_rows - 1  # one row is for the root
-        # who drafts, and how much, follows from the text so far, so any choice is lossless
-        end = index.match_end(tokens)
-        most = min(copying.choose(), free_rows) if nodes is None else len(rates.rate)
-        copied = tokens[end : end + most]
-        if nodes is not None:
-            chain, draft_head = list(zip(copied, rates.accept_probs())), vocabulary.select(tokens)
-            proposed = drafter.tree(tokens, nodes, free_rows, draft_head, chain)
-            hidden, p = score_tree(model, cache, proposed, sampling, layers)
-        else:
-            rows, draft_probs = torch.tensor([tokens[-1], *copied]), []  # copies are one-hot
-            if not copied and (n := min(drafting.choose(), free_rows)) > 0:
-                rows, draft_probs = drafter.draft(
-                    tokens, n, draft_sampling or sampling, randomness, vocabulary.select(tokens)
-                )
-            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling, layers)
-        path, next_token, *asked = rule(p, proposed, randomness)
-        cache.commit(path)
-        new = proposed.tokens_at(path[1:]) + [next_token]
-        drafter.receive(accepted_rows(hidden, path), new)
-        outcome = {"drafted": len(proposed) - 1, "accepted": len(path) - 1}
-        if nodes is not None:
-            nodes.observe(**outcome)
-            kept, right = copies(copied, proposed, path)
-            rates.observe(kept, right)
-            if copied and not kept:  # otherwise, copies that were once wrong would never return
-                rates.rate[0] += UNTRIED_STEP * (1 - rates.rate[0])
-        else:
-            used, unused = (copying, drafting) if copied else (drafting, copying)
-            used.observe(**outcome)
+    source = CopiesFirst(HeadSource(drafter, vocabulary, k, tree, draft_sampling), lookup_k)
+    return draft_and_verify(model, cache, list(prompt), source, sampling, randomness, rule)
+
+
+class CopiesFirst:
+    """Copies from the text if the latest tokens have occurred before, otherwise the drafts of
+    `other`. Who drafts, and how much, follows from the text so far, so any choice is lossless. In
+    trees, the copies are candidates, valued by their running acceptance."""
+
+    def __init__(self, other: HeadSource, k: int | Policy):
+        self.other, self.drafter = other, other.drafter
+        self.policy = k if hasattr(k, "choose") else FixedK(k)
+        self.index, self.copied = NgramIndex(LONGEST_MATCH, SHORTEST_MATCH), []
+        self.acceptance = AdaptiveK([1.0], 0.0)  # of copied tokens in trees
+
+    def propose(
+        self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness
+    ) -> Drafts:
+        """See Source."""
+        end, in_tree = self.index.match_end(tokens), self.other.nodes is not None
+        most = len(self.acceptance.rate) if in_tree else min(self.policy.choose(), free_rows)
+        self.copied = tokens[end : end + most]
+        if self.copied and not in_tree:
+            return torch.tensor([tokens[-1], *self.copied]), []  # copies are one-hot
+        chain = list(zip(self.copied, self.acceptance.accept_probs()))
+        return self.other.propose(tokens, free_rows, sampling, randomness, chain)
+
+    def observe(self, tree: Tree, path: list[int]) -> None:
+        """See Source."""
+        if self.other.nodes is None:
+            used, unused = self.policy, self.other.policy
+            used, unused = (used, unused) if self.copied else (unused, used)
+            used.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
             unused.observe(drafted=0, accepted=0)
-        tokens += new
-        yield Step(new, proposed, path, *asked)
+            return
+        self.other.observe(tree, path)
+        kept, right = copies(self.copied, tree, path)
+        self.acceptance.observe(kept, right)
+        if self.copied and not kept:  # otherwise, copies that were once wrong would never return
+            self.acceptance.rate[0] += UNTRIED_STEP * (1 - self.acceptance.rate[0])
 
 
 def copies(copied: list[int], tree: Tree, path: list[int]) -> tuple[int, int]:
