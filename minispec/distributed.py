@@ -41,13 +41,12 @@ T = TypeVar("T")
 JOIN_TIMEOUT = timedelta(minutes=5)
 TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
 NOT_COMPILED = "a model that several processes share cannot be compiled: omit --compile"
-# names of weights; those of Int8Linear are `rounded` and `scale`
-COLUMN_PARALLEL = re.compile(
-    r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias|rounded|scale)"
-)
-KEYS_AND_VALUES = re.compile(r"(.*\.)?self_attn\.[kv]_proj\.(weight|bias|rounded|scale)")
-ROW_PARALLEL = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.(weight|rounded)")
-RANK_0_BIASES = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
+# dimension -> the weights that ranks split along it; those of Int8Linear are `rounded` and `scale`
+SPLIT = {
+    0: re.compile(r".*\b(self_attn\.[qkv]|mlp\.(gate|up))_proj\.(weight|bias|rounded|scale)"),
+    1: re.compile(r".*\b(self_attn\.o|mlp\.down)_proj\.(weight|rounded)"),
+}
+RANK_0_BIASES = "self_attn.o_proj.bias", "mlp.down_proj.bias"
 
 
 @dataclass(frozen=True)
@@ -135,26 +134,25 @@ def shard(name: str, tensor: Tensor, config: Config) -> Tensor:
     """The shard of a checkpoint's tensor for a rank with this config: the whole of it, if it is
     replicated. `tensor` may also be a slice of safetensors, of which only the shard is read."""
     rank = tensor_parallel.rank if config.ranks > 1 else 0
-    copies = copies_of(name, config)
-    parts = config.ranks // copies
+    dim, parts = split_of(name, config)
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
-    dim = 1 if ROW_PARALLEL.fullmatch(name) else 0
     if parts == 1 or len(shape) <= dim:  # `fill` names a tensor without `dim`
         whole = tensor if isinstance(tensor, Tensor) else tensor[...]
-        return torch.zeros_like(whole) if rank and RANK_0_BIASES.fullmatch(name) else whole
+        return torch.zeros_like(whole) if rank and name.endswith(RANK_0_BIASES) else whole
     if shape[dim] % parts:
         raise UserError(f"{name} has the shape {list(shape)}, which {config.ranks} processes "
                         "cannot share")  # fmt: skip
-    share, part = shape[dim] // parts, rank // copies
-    own = slice(part * share, (part + 1) * share)
-    return (tensor[own] if dim == 0 else tensor[:, own]).clone()  # not a view of the whole
+    start = rank * parts // config.ranks * shape[dim] // parts
+    own = (slice(None),) * dim + (slice(start, start + shape[dim] // parts),)
+    return tensor[own].clone()  # not a view of the whole
 
 
-def copies_of(name: str, config: Config) -> int:
-    """How many ranks hold the same part of the weight of this name, or the whole of it."""
-    if KEYS_AND_VALUES.fullmatch(name):
-        return config.kv_copies
-    return 1 if COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name) else config.ranks
+def split_of(name: str, config: Config) -> tuple[int, int]:
+    """The dimension along which ranks split the weight of this name, and the number of parts: one
+    if it is replicated, fewer than ranks if several hold the same keys and values."""
+    dim = next((dim for dim, names in SPLIT.items() if names.fullmatch(name)), None)
+    copies = config.kv_copies if re.search(r"self_attn\.[kv]_proj", name) else 1
+    return (0, 1) if dim is None else (dim, config.ranks // copies)
 
 
 def count_whole(module: nn.Module) -> int:
@@ -162,32 +160,28 @@ def count_whole(module: nn.Module) -> int:
     count, config = count_parameters(module), getattr(module, "config", None)
     if config is None:  # Medusa heads are replicated
         return count
-    return count + sum(tensor.numel() * (config.ranks // copies_of(name, config) - 1)
+    return count + sum(tensor.numel() * (split_of(name, config)[1] - 1)
                        for name, tensor in module.state_dict().items())  # fmt: skip
 
 
 def largest_in_rows(weight: Tensor, name: str) -> Tensor:
     """The largest absolute value in each row of a weight matrix. `weight` may be a shard of it."""
     largest = weight.abs().amax(1)  # (out,)
-    if tensor_parallel.size > 1 and ROW_PARALLEL.fullmatch(name):  # a shard has parts of all rows
+    if tensor_parallel.size > 1 and SPLIT[1].fullmatch(name):  # a shard has parts of all rows
         all_reduce_in_place(largest, dist.ReduceOp.MAX)
     return largest
 
 
 def all_reduce_outputs(module: nn.Module) -> None:
-    """Let each attention and MLP in a rank's shard of a module return the sum over all ranks."""
+    """Let each attention and MLP in a rank's shard of a module return the sum over all ranks, with
+    the same bits on each."""
     if module.config.ranks == 1:
         return
     if isinstance(module, Transformer):
         module.register_forward_pre_hook(lambda _, inputs: check_agreement(*inputs))
     for layer in module.modules():
         if isinstance(layer, Attention | MLP):
-            layer.register_forward_hook(all_reduce_output)
-
-
-def all_reduce_output(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    """A forward hook. Every rank gets the same bits."""
-    return all_reduce_in_place(output.contiguous())
+            layer.register_forward_hook(lambda _, inputs, x: all_reduce_in_place(x.contiguous()))
 
 
 def check_agreement(*values: object) -> None:

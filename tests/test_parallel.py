@@ -173,7 +173,8 @@ def test_ranks_that_compute_different_tokens_end(family, monkeypatch):
 
     def show_another_answer(rank):
         run = stream(parts[rank], None, [1, 2, 3], max_new_tokens=3)
-        run.tokens.append(rank)
+        list(run)
+        run.tokens[-1] = rank
         with pytest.raises(UserError, match="the ranks computed different tokens"):
             show(run, args, None, io.StringIO())
         assert len(run.tokens) == 3
