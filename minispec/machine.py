@@ -1,10 +1,12 @@
 """What a result was made with: the machine, the versions, the commit, the command and the time."""
 
+import contextlib
 import platform
+import re
 import shlex
 import subprocess
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -14,33 +16,24 @@ ROOT = Path(__file__).resolve().parents[1]  # the checkout, unless the package i
 
 def processor() -> str:
     """Return the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    with contextlib.suppress(OSError):  # only Linux has this file
+        if found := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def package_version(name: str) -> str | None:
     """Return the version of an installed package, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return next((package.version for package in distributions(name=name)), None)
 
 
 def commit() -> str | None:
     """Return the checkout's commit, followed by "+" if tracked files have changed since. Returns
     None if the package is not in a checkout."""
-    if not (ROOT / ".git").exists():  # otherwise git would search the folders above
-        return None
-    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
+    git = "git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"
+    command = *git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"
+    with contextlib.suppress(OSError):  # there is no git
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def command_line(module: str, argv: list[str], processes: int = 1) -> str:
