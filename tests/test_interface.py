@@ -3,6 +3,7 @@
 import itertools
 import json
 from fractions import Fraction
+from inspect import Parameter
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,17 @@ from minispec.certify.toys import (
 )
 from minispec.checkpoints.heads import save_mtp
 from minispec.checkpoints.load import save
-from minispec.generate import METHODS, decode, stream
-from minispec.generate.run import LOSSY
+from minispec.generate import METHODS, decode, drafters, stream
+from minispec.methods import find_method
 
 PROMPT = "Once upon a time"
-NEEDS = {"speculative": "draft", "medusa": "heads", "medusa-typical": "heads", "fastmtp": "head",
-         "eagle3": "head"}  # fmt: skip
+DECLARED = {name: find_method(name) for name in METHODS}
+NEEDS = {  # what a method cannot do without
+    name: argument for name, method in DECLARED.items() for argument in method.of_kind("weights")
+    if method.options[argument][1] is Parameter.empty
+}  # fmt: skip
+AUTO = [(name, {argument: "auto"}) for name, method in DECLARED.items()
+        for argument, (option, _) in method.options.items() if option.auto]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +43,17 @@ def shipped():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
-    [(method, {}) for method in METHODS if method != "eagle3"]
-    + [("speculative", {"k": "auto"}), ("fastmtp", {"k": "auto"}), ("medusa", {"tree": "auto"}),
-       ("prompt-lookup", {"k": "auto"}), ("fastmtp", {"vocabulary": None}),
-       ("hybrid", {"k": "auto"}), ("hybrid", {"k": 2, "lookup_k": "auto"})],
+    [*((name, {}) for name in METHODS), *AUTO,
+     *((name, {"vocabulary": None}) for name in METHODS if DECLARED[name].of_kind("vocabulary"))],
 )  # fmt: skip
 def test_a_method_s_name_is_enough_if_its_weights_are_next_to_the_model(shipped, method, options):
     model, tokenizer, plain = shipped
+    folders = [option.folder for option in DECLARED[method].of_kind("weights").values()]
+    if folders and not any(drafters.find_drafter(folder, model) for folder in folders):
+        pytest.skip(f"no {' or '.join(folders)} under weights/")
     result = decode(model, tokenizer, PROMPT, method=method, max_new_tokens=12, **options)
     assert (result.text, result.tokens) == (plain.text, plain.tokens)
-    assert result.stats["lossless"] == (method not in LOSSY)
+    assert result.stats["lossless"] == DECLARED[method].lossless
 
 
 def test_drafts_and_heads_are_loaded_once_and_follow_the_model_s_dtype(monkeypatch):
@@ -56,7 +63,7 @@ def test_drafts_and_heads_are_loaded_once_and_follow_the_model_s_dtype(monkeypat
         for dtype in torch.float32, torch.float64:
             model.to(dtype)
             runs.append(decode(model, tokenizer, PROMPT, "medusa", max_new_tokens=4).tokens)
-        monkeypatch.setattr(model, "source", None)  # nothing can be loaded again
+        monkeypatch.setattr(drafters, "load_drafter", None)  # nothing can be loaded again
     assert runs[:2] == runs[2:] and all(runs)
 
 
@@ -180,7 +187,8 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("speculative", {"draft_sampling": 0.5}, "draft_sampling 0.5: has the wrong type, float"),
         ("medusa", {"heads": 5}, "heads 5: has the wrong type, int"),
         ("medusa", {"tree": [(0,)] * 9999}, "the tree has 9999 paths: at most 4096 are supported"),
-        ("medusa", {"tree": 5}, r"the tree 5: must be rank paths, such as \[\(0,\), \(0, 1\)\]"),
+        ("medusa", {"tree": 5}, "tree 5: these heads have no measured accuracies"),
+        ("medusa", {"tree": [5]}, r"the tree \[5\]: must be rank paths, such as \[\(0,\), \(0, 1"),
         ("medusa", {"tree": [(40,)]}, "rank 40: must be an integer from 0 to 31"),
         ("medusa-typical", {"epsilon": 10**400}, "epsilon 1.*0: must be a number"),
         ("hybrid", {"lookup_k": 0}, "lookup_k 0: must be at least 1"),
@@ -194,12 +202,9 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
 )
 def test_a_wrong_option_is_rejected_before_the_run_starts(method, options, message):
     model = random_model()
-    heads = {"heads": random_medusa_heads(model, 0)}
-    drafters = {"speculative": {"draft": model}, "medusa": heads, "medusa-typical": heads,
-                "fastmtp": {"head": random_mtp_head(model, 0)},
-                "hybrid": {"draft": model}}  # fmt: skip
+    given = method_options(model).get(str(method), {})
     with pytest.raises(UserError, match=message):
-        stream(model, None, [1], method, **drafters.get(str(method), {}) | options)
+        stream(model, None, [1], method, **given | options)
 
 
 def test_objects_of_other_libraries_are_rejected():
@@ -232,8 +237,8 @@ def test_a_surrounding_autocast_changes_nothing(method, dtype):
     with torch.autocast("cpu", dtype):
         run = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
         assert run.tokens == plain.tokens
-        if method in ("speculative", "prompt-lookup", "fastmtp", "hybrid", "eagle3"):
-            decode(model, None, [1, 2], method, max_new_tokens=9, **options | {"k": "auto"})
+        for _, auto in (case for case in AUTO if case[0] == method):
+            decode(model, None, [1, 2], method, max_new_tokens=9, **options | auto)
         assert torch.is_autocast_enabled("cpu")
 
 
@@ -257,7 +262,9 @@ def test_a_draft_s_cache_can_be_kept_between_runs():
 
 
 @pytest.mark.parametrize("options", [{"k": 3}, {"tree": 6}])
-@pytest.mark.parametrize("method", ["fastmtp", "eagle3", "hybrid"])
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if "head_cache" in DECLARED[name].of_kind("cache")]
+)
 def test_with_its_cache_a_head_drafts_in_the_next_turn_as_if_it_had_read_all_of_the_text(
     method, options
 ):

@@ -52,7 +52,7 @@ class Option:
     def check(self, value: object, default: object) -> object:
         """The value, with numbers as Python's own. Raises UserError if it is not of the type of the
         default, or too small."""
-        is_policy = hasattr(value, "choose") and not isinstance(value, Integral)  # NumPy's can
+        is_policy = hasattr(value, "choose") and not hasattr(value, "tolist")  # NumPy's have both
         if self.auto and (is_policy or isinstance(value, str) and value == "auto"):
             return value
         if isinstance(default, int | float) or self.kind == "paths" and isinstance(value, Integral):
