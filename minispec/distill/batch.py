@@ -35,17 +35,14 @@ class BatchCache:
         self.row_ids = torch.arange(max(rows, capacity), device=model.device)
         self.span = capacity
 
-    def sequence_ids(self, rows: int) -> Tensor:
-        return self.row_ids[:rows, None]  # (rows, 1)
-
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See KVCache. If all lengths are equal, the mask is (1, 1, n, span)."""
-        ids = self.sequence_ids(len(self.lengths))
+        ids = self.row_ids[: len(self.lengths), None]
         return placement(self.lengths, ids, self.row_ids[: self.span], depth, mask)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See KVCache."""
-        keys, values, ids = *self.kv[:, layer], self.sequence_ids(len(k))
+        keys, values, ids = *self.kv[:, layer], self.row_ids[: len(k), None]
         keys[ids, slots] = k
         values[ids, slots] = v
         return keys[:, : self.span], values[:, : self.span]

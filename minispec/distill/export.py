@@ -19,7 +19,7 @@ from torch import Tensor
 from minispec.checkpoints.config import config_json
 from minispec.checkpoints.heads import MTP_PREFIX, load_medusa, load_mtp
 from minispec.checkpoints.load import load
-from minispec.checkpoints.weights import write_tensors, write_text
+from minispec.checkpoints.weights import write_json, write_tensors
 from minispec.cli import OutputFolder, Source, UserError
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
@@ -74,7 +74,7 @@ def export_medusa(heads: MedusaHeads, target: Transformer, directory: Path) -> N
         "original_lm_head": heads.shared,
         "torch_dtype": str(target.dtype).removeprefix("torch."),
     }
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    write_json(directory / "config.json", config)
 
 
 def export_mtp(head: MTPHead, target: Transformer, directory: Path) -> None:
@@ -97,7 +97,7 @@ def export_mtp(head: MTPHead, target: Transformer, directory: Path) -> None:
         "attention_bias": True,
         "num_nextn_predict_layers": 1,
     }
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    write_json(directory / "config.json", config)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:

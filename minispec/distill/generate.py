@@ -34,17 +34,8 @@ from minispec.distill.generated import OPENERS, Duplicates, read_generated
 from minispec.generate.api import unlisted_eos_warning
 from minispec.model import Config, Transformer
 from minispec.sampling import Sampling
+from minispec.training import text
 from minispec.training.loop import add_flags, digest, lock
-from minispec.training.text import (
-    Conversation,
-    Corpus,
-    Document,
-    Skipped,
-    encode,
-    read_corpus,
-    turn,
-    user_turn_ends,
-)
 
 MAX_BEGINNING = 24  # a text's prompt is shorter than this, in tokens
 POOLED_BATCHES = 4  # prompts are drawn in pools of this many batches
@@ -62,9 +53,7 @@ def local_sampler(model: Transformer, rows: int) -> Sample:
     samples its share of them, and the answers are the same."""
     rank, size = distributed.world.rank, distributed.world.size
 
-    def sample(
-        prompts: list[list[int]], n: int, sampling: Sampling, seed: int
-    ) -> Iterator[tuple[int, list[int]]]:
+    def sample(prompts: list[list[int]], n: int, sampling: Sampling, seed: int) -> Iterator:
         own = range(len(prompts))[rank::size]
         generators = [torch.Generator().manual_seed(seed + i) for i in own]
         own_prompts = [prompts[i] for i in own]
@@ -81,36 +70,34 @@ def local_sampler(model: Transformer, rows: int) -> Sample:
 def user_turns(
     sample: Sample, config: Config, tokenizer: Tokenizer, beginnings: list[str], n: int,
     rng: np.random.Generator,
-) -> list[Document]:  # fmt: skip
+) -> list[text.Document]:  # fmt: skip
     """Sample up to `n` single-turn conversations: the target writes the user's turn, after the chat
     template's user header and one of the `beginnings`. Unfinished turns are dropped."""
     chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
     beginning_ids = [tokenizer.encode(beginning, add_special_tokens=False) for beginning in chosen]
     prompts = [tokenizer.user_header() + ids for ids in beginning_ids]
     max_tokens, seed = min(USER_TURN_TOKENS, config.context // 2), int(rng.integers(2**63))
-    texts = [
-        tokenizer.decode(beginning_ids[i] + tokens).strip()
-        for i, tokens in sample(prompts, max_tokens, USER_TURN_SAMPLING, seed)
-        if tokens[-1] in config.eos_ids
-    ]
-    return [Conversation([turn("user", text)]) for text in texts if text]
+    drawn = sample(prompts, max_tokens, USER_TURN_SAMPLING, seed)
+    finished = [beginning_ids[i] + tokens for i, tokens in drawn if tokens[-1] in config.eos_ids]
+    said = filter(None, [tokenizer.decode(ids).strip() for ids in finished])
+    return [text.Conversation([text.turn("user", turn)]) for turn in said]
 
 
 def prompt_of(
-    document: Document, tokenizer: Tokenizer, rng: np.random.Generator, ask: str | None = None
+    document: text.Document, tokenizer: Tokenizer, rng: np.random.Generator, ask: str | None = None
 ) -> list[int]:
     """The prompt to sample from: a text's first tokens, or the request `ask` about it; or a
     conversation up to one of the user's turns."""
     if isinstance(document, str) and ask:
-        document = [turn("user", ask.format(document))]
+        document = [text.turn("user", ask.format(document))]
     if isinstance(document, str):
         return tokenizer.encode(document[: 20 * MAX_BEGINNING])[: rng.integers(4, MAX_BEGINNING)]
-    return encode(document[: rng.choice(user_turn_ends(document))], tokenizer)
+    return text.encode(document[: rng.choice(text.user_turn_ends(document))], tokenizer)
 
 
 def sample_documents(
-    sample: Sample, config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
-    skipped: Skipped, seed: list[int], most: int,
+    sample: Sample, config: Config, tokenizer: Tokenizer, corpus: text.Corpus,
+    args: argparse.Namespace, skipped: text.Skipped, seed: list[int], most: int,
 ) -> Iterator[dict]:  # fmt: skip
     """Sample answers to at most `most` prompts, which are from random documents or written by the
     target itself."""
@@ -143,15 +130,15 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
     an incomplete last line, left by a killed process."""
     header, rows = read_generated(path, tokenizer)
     file.seek(0)
-    text = file.read()
-    if text and not (header or rows):
+    content = file.read()
+    if content and not (header or rows):
         raise UserError(f"{path} is not from minispec.distill generate: choose another --out")
     for name, value in options.items():
         before = header.get("options", {}).get(name)
         if rows and (before or None) != (value or None):  # older files lack flags that were off
             raise UserError(f"{path} was started with another {flag_name(name)}: use the same "
                             "one, or choose another --out")  # fmt: skip
-    file.truncate(len(text[: text.rfind("\n") + 1].encode()) if rows else 0)
+    file.truncate(len(content[: content.rfind("\n") + 1].encode()) if rows else 0)
     if not rows:
         file.write(json.dumps({"tokenizer": tokenizer.fingerprint, "options": options}) + "\n")
     return rows
@@ -169,10 +156,8 @@ def check_flags(args: argparse.Namespace) -> None:
     for flag in "name", "key_env":
         if getattr(args, flag) is not None and args.server is None:
             raise UserError(f"{flag_name(flag)} only works with --server")
-    try:
+    with user_error(f"--ask {args.ask}: write {{}} in place of the text"):
         (args.ask or "").format("")
-    except (LookupError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"--ask {args.ask}: write {{}} in place of the text ({error})") from None
 
 
 def append_documents(
@@ -206,7 +191,7 @@ def run(args: argparse.Namespace) -> None:
         model, tokenizer = load_target(args, args.dtype)
     if warning := unlisted_eos_warning(model, tokenizer):
         note(warning)
-    corpus, skipped = read_corpus(args.data)[0] if args.data else {}, Skipped()
+    corpus, skipped = text.read_corpus(args.data)[0] if args.data else {}, text.Skipped()
     options = {"server": args.server is not None}  # at any address
     options |= {name: getattr(args, name) for name in RECORDED_FLAGS}
     options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(corpus)}

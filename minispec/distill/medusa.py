@@ -154,10 +154,8 @@ def choose_tree(
     speedups = [n / cost for n, cost in zip(tokens, costs)]
     speedups[0] = 0.0  # an empty tree would not use the heads
     best = speedups.index(max(speedups))
-    print(
-        f"a tree of {best} nodes: {tokens[best]:.2f} tokens per round, which costs "
-        f"{costs[best]:.2f} passes"
-    )
+    print(f"a tree of {best} nodes: {tokens[best]:.2f} tokens per round, "
+          f"which costs {costs[best]:.2f} passes")  # fmt: skip
     heads.tree = list(shares)[:best]
 
 

@@ -6,7 +6,6 @@ weights or one BOS too many would spoil the text without any error.
 
 import argparse
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import torch
 
@@ -17,11 +16,11 @@ from minispec.remote import client, identity
 from minispec.sampling import Sampling, warp
 from minispec.training.text import Skipped
 
-T = TypeVar("T")
 RETRY_SECONDS = 1.0, 2.0, 4.0, 8.0  # waited before a failed request is sent again
 ANSWER_SECONDS = 600.0  # for one answer; a slow server may give all others of its batch first
 CHECKED_ANSWERS, CHECKED_TOKENS = 8, 8
 TOLERANCE = 0.5  # of logits: more than float16, bfloat16 or 8-bit weights usually change them
+SKIPPED = {"rejected": "rejects it: ", "incomplete": ""}  # errors that concern one prompt only
 REMOVED_SHARE = 0.02  # of sampled tokens; a few are removed by our warpers due to rounding
 
 
@@ -67,7 +66,10 @@ class ServerSampler:
             self.check_model(prompts)
             for i, tokens in self.ask_all(prompts, ask):
                 if not tokens or isinstance(tokens, str):
-                    self.leave_out(prompts[i], tokens or "the answer is empty")
+                    # prompts may be the same, so they are numbered
+                    start = self.tokenizer.decode(prompts[i])[:40]
+                    name = f"prompt {len(self.skipped.reasons) + 1}, {start!r}"
+                    self.skipped.reasons[name] = tokens or "the answer is empty"
                     continue
                 answers.append((prompts[i], tokens))
                 yield i, tokens
@@ -78,29 +80,21 @@ class ServerSampler:
         if answers and removes and not self.samples_checked:
             self.check_samples(answers[:CHECKED_ANSWERS], sampling)
 
-    def ask_all(
-        self, prompts: list[list[int]], ask: Callable[[int], T]
-    ) -> Iterator[tuple[int, T | str]]:
+    def ask_all(self, prompts: list[list[int]], ask: Callable[[int], object]) -> Iterator[tuple]:
         """Yield the index of each prompt and ask(index), or why the prompt is skipped."""
 
-        def answer_or_reason(i: int) -> T | str:
+        def answer_or_reason(i: int) -> object:
             text = None if self.server.accepts_ids else self.server.as_text(prompts[i])
             if text is not None and self.tokenizer.encode(text) != prompts[i]:
                 return "the server accepts text only, and its text has other tokens"
             try:
                 return ask(i)
             except client.RequestError as error:
-                if error.kind == "rejected":
-                    return f"the server rejects it: {error}"
-                if error.kind == "incomplete":
-                    return f"the server {error}"
-                raise
+                if error.kind not in SKIPPED:
+                    raise
+                return f"the server {SKIPPED[error.kind]}{error}"
 
         return client.in_parallel(answer_or_reason, list(range(len(prompts))), self.batch)
-
-    def leave_out(self, prompt: list[int], reason: str) -> None:
-        reasons = self.skipped.reasons  # prompts may be the same, so they are numbered
-        reasons[f"prompt {len(reasons) + 1}, {self.tokenizer.decode(prompt)[:40]!r}"] = reason
 
     def tokens_of(self, answer: client.Answer, n: int) -> list[int]:
         """Return the tokens of an answer of at most `n`, with an end token if one ended it."""

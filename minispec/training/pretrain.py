@@ -150,10 +150,8 @@ def finish(
         f"Tokens of text: {of_text}.\n\nA greedy sample, of whose 4-grams "
         f"{distinct_4grams(sample):.2f} are distinct: {tokenizer.decode(sample)!r}"
     )
-    bits = {
-        kind: [bits_per_byte(model, tokenizer, documents)]
-        for kind, documents in held_out.items() if documents
-    }  # fmt: skip
+    kinds = {kind: documents for kind, documents in held_out.items() if documents}
+    bits = {kind: [bits_per_byte(model, tokenizer, texts)] for kind, texts in kinds.items()}
     title = f"A model of {count_parameters(model):,} parameters"
     table = loop.markdown_table("kind", ["held-out bits per byte"], bits)
     loop.write_card(args, run, title, measured, table)
