@@ -14,6 +14,7 @@ from minispec.certify.common import Verdict, first_difference
 from minispec.cli import UserError, user_error
 from minispec.generate.api import common_prefix_length
 from minispec.model import Transformer
+from minispec.remote.identity import are_known
 
 TIE = 1e-3  # with a smaller top-2 logit gap, float32 rounding may decide which token wins
 # types whose rounding is measured instead, as in the stats of a run
@@ -90,8 +91,7 @@ def divergence(
     at = common_prefix_length(a, b)
     if at == min(len(a), len(b)):
         return (None, 0.0) if len(a) == len(b) else (at, math.inf)
-    used = a[at], b[at], *prompt, *a[:at]
-    if max(used) >= reference.model.config.vocab_size or min(used) < 0:
+    if not are_known(reference.model, [a[at], b[at], *prompt, *a[:at]]):
         return at, math.inf
     logits = reference.logits(prompt + a[:at])
     return at, float(logits.max() - logits[[a[at], b[at]]].min())

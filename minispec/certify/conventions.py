@@ -40,9 +40,8 @@ class Conventions:
         self.possible = dict(OTHER_ORDERS)
 
     def resolve(self, sampling: Sampling, ours: Result, test: Callable[[Warp], Result]) -> Result:
-        """Return `ours`, the result of the test with our order of warpers. If it failed, but
-        another order explains all rows so far, or may explain them, name it and neither pass nor
-        fail."""
+        """Return `ours`, the result with our order of warpers. If it failed, but another order may
+        explain all rows so far, name that one, and neither pass nor fail."""
         passed, detail = ours
         if passed is None or sampling.top_p == 1:  # the order does not matter
             return passed, detail

@@ -1,8 +1,7 @@
 """One examination for every decoder: greedy answers, lengths, ends and samples.
 
 A decoder under examination is a function `tokens(prompt, n, sampling, seed)` of one checkpoint.
-`functions/decoder.py` makes one of a Python function, `servers/context.py` of a server.
-"""
+`functions/decoder.py` makes one of a Python function, `servers/context.py` of a server."""
 
 import math
 import time
@@ -193,9 +192,8 @@ def baseline_tokens(exam: Examination, prompt: list[int], n: int) -> list[int] |
 def difference(
     exam: Examination, prompt: list[int], tokens: list[int], plain: list[int] | None
 ) -> tuple[str, int]:
-    """Describe where greedy tokens are too far below the best logit for a tie, or return ""; and
-    count the tokens that differ. Given `plain` tokens, only the first difference from them counts.
-    """
+    """Describe where greedy tokens are too far below the best logit for a tie, or return "", and
+    count those that differ. Given `plain` tokens, only the first difference from them counts."""
     if plain is None:
         gap, at, differing = largest_gap(exam.model, prompt, tokens)
         where = f"token {at} is {tokens[at : at + 1]}, {gap:.3g} below the best"

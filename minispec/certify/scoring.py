@@ -21,9 +21,6 @@ BELOW_ONE = 1 - 1e-9
 SMALLEST_CELL = 1e-4
 
 
-# ---- samples -------------------------------------------------------------------------------------
-
-
 class Scores:
     """Continuations of a prompt, scored by the distribution from which they should be sampled.
 
@@ -59,7 +56,10 @@ class Scores:
     def score(self, sequences: list[Tokens], cache) -> None:
         tree = Tree.merged(self.prompt[-1], [list(sequence) for sequence in sequences])
         logits = self.model.logits(self.model(tree.tokens, cache, tree.depth, tree.mask)[0])
-        rows = merge_end_tokens(self.warp(logits), self.model.config.eos_ids)  # (n, V)
+        rows, ends = self.warp(logits), list(self.model.config.eos_ids)  # rows: (n, V)
+        if len(ends) > 1:  # all count as the first, as in `normalise_end`
+            rows[:, ends[0]] = rows[:, ends].sum(-1)
+            rows[:, ends[1:]] = 0.0
         entropy = torch.special.entr(rows).sum(-1).div(math.log(2)).tolist()
         intervals = [(0.0, 1.0), *edge_intervals(rows, tree)]
         children = {(p, t): i for i, (p, t) in enumerate(zip(tree.parents, tree.tokens)) if i}
@@ -85,8 +85,7 @@ class Scores:
             self.doubtful[prefix] = probability * uncertain
 
     def explain(self, logits: Tensor, sequence: Tokens) -> float:
-        """Return `above` of a last token with probability 0. It is impossible unless rounding may
-        decide whether a warper keeps it."""
+        """Return `above` of a last token with probability 0: impossible, unless due to rounding."""
         if kept_if_raised(logits, sequence[-1], self.warp, self.margin):
             return BELOW_ONE
         self.impossible = self.impossible or sequence
@@ -121,17 +120,8 @@ def normalise_end(tokens: list[int], eos_ids: tuple[int, ...]) -> Tokens:
     return tuple(tokens)
 
 
-def merge_end_tokens(rows: Tensor, eos_ids: tuple[int, ...]) -> Tensor:
-    """Move the probability of all end tokens to the first of them, in place; rows are (n, V)."""
-    if len(eos_ids) > 1:
-        rows[:, eos_ids[0]] = rows[:, list(eos_ids)].sum(-1)
-        rows[:, list(eos_ids[1:])] = 0.0
-    return rows
-
-
 def edge_intervals(rows: Tensor, tree: Tree) -> Iterator[tuple[float, float]]:
-    """Yield, for each node but the root, the total probability of all tokens that are more probable
-    after its parent, and its own."""
+    """Yield (above, p), see `Scores`, for each node but the root."""
     rows = rows[tree.parents[1:]]  # (n - 1, V)
     tokens = torch.tensor(tree.tokens[1:])[:, None]
     p = rows.gather(-1, tokens)

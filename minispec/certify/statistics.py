@@ -17,8 +17,7 @@ def chi_square_p(counts: Counter, exact: Distribution) -> float:
 
     Pearson's Σ (observed - expected)² / expected would fail correct decoders: at an expected count
     of 5 its p-value is below 1e-6 in one of 17,000 tests, at 0.02 after a single draw. This test
-    stays near 1e-6, so the pool may be small.
-    """
+    stays near 1e-6, so the pool may be small."""
     if any(exact.get(tokens, 0.0) == 0 for tokens in counts):
         return 0.0
     n = sum(counts.values())

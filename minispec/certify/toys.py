@@ -39,9 +39,7 @@ class Toy:
     """A target whose distribution is a random function of the context's tokens *and* positions.
 
     It uses the real cache. Each row holds its (position, token), so a stale, missing, shifted or
-    wrongly masked row changes the distribution at once. A pass takes microseconds. Its hidden
-    states are its logits.
-    """
+    wrongly masked row changes the distribution at once. Its hidden states are its logits."""
 
     prefill, prefill_chunks = Transformer.prefill, Transformer.prefill_chunks
     source = None

@@ -35,8 +35,7 @@ def check_messages(messages: object) -> None:
 
 
 def render(template: str, messages: Messages, special_tokens: dict[str, str]) -> str:
-    """Render a conversation up to the assistant's next turn. `special_tokens` maps names such as
-    bos_token to tokens."""
+    """Render a conversation up to the assistant's next turn. `special_tokens` has bos_token, …"""
     variables = special_tokens | {"messages": messages, "add_generation_prompt": True}
     with user_error("the model's chat template rejects this conversation"):  # a template is code
         # templates test whether `tools` and `documents` are none

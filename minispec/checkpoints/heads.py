@@ -1,6 +1,5 @@
 """Read and write Medusa heads, MTP heads and compressed vocabularies in their published layouts."""
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.config import CheckedJson, attention_sizes, config_json, read_rope
-from minispec.checkpoints.load import check_matching, resolve
+from minispec.checkpoints.load import Place, check_matching, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
     fill,
@@ -42,14 +41,12 @@ PUBLISHED_TREES: dict[str, list[RankPath]] = {
 
 
 def read_heads(
-    source: str | os.PathLike, prefix: str, config: Config, tokenizer: Tokenizer | None
+    source: Place, prefix: str, config: Config, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Tensor], Path]:
     """Return the tensors of heads for a model with this config, without the prefix, and their
     directory. `source` is a file, a directory or a hub id that holds a full model or only the
-    heads. Raises UserError if a tokenizer or a fingerprint next to the heads shows that they belong
-    to another tokenizer."""
-    path = Path(source)
-    names = MEDUSA_FILES if prefix == MEDUSA_PREFIX else ()
+    heads. Raises UserError if a tokenizer or a fingerprint next to the heads is another one."""
+    path, names = Path(source), MEDUSA_FILES if prefix == MEDUSA_PREFIX else ()
     folder = path.parent if path.is_file() else resolve(source)
     only_heads = [path] if path.is_file() else [folder / n for n in names if (folder / n).is_file()]
     tensors: dict[str, Tensor] = {}
@@ -97,16 +94,20 @@ save_tree = save_acceptance = save_measured
 
 
 def load_medusa(
-    source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
+    source: Place, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> MedusaHeads:
     """Load the heads from a file, a directory or a hub id to the model's device and dtype.
 
     Reads the layouts v1 (projections in the file), v2 (residual blocks only), Medusa-1.0 (in a full
     model, under `medusa_head.`) and vLLM's. The tensors determine the numbers of heads and layers,
-    not config.json. Raises UserError for heads of another model or tokenizer.
-    """
+    not config.json. Raises UserError for heads of another model or tokenizer."""
     tensors, folder = read_heads(source, MEDUSA_PREFIX, model.config, tokenizer)
-    heads = empty_medusa(tensors, model)
+    matches = list(filter(None, map(MEDUSA_NAME.fullmatch, tensors)))
+    count = 1 + max((int(match[1]) for match in matches), default=-1)
+    layers = 1 + max((int(match[2]) for match in matches if match[3] != "weight"), default=-1)
+    c, shared = model.config, all(match[3] != "weight" for match in matches)
+    with torch.device("meta"):
+        heads = MedusaHeads(count, layers, c.hidden_size, None if shared else c.vocab_size)
     fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
     return heads.eval()
@@ -131,16 +132,6 @@ def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
         heads = {name.partition(".")[0] for name in found}
         found |= {f"{head}.{layers}.weight": found[projections[0]].clone() for head in heads}
     return found
-
-
-def empty_medusa(tensors: dict[str, Tensor], model: Transformer) -> MedusaHeads:
-    """Create heads without weights, with as many heads and layers as the tensors' names show."""
-    matches = list(filter(None, map(MEDUSA_NAME.fullmatch, tensors)))
-    heads = 1 + max((int(match[1]) for match in matches), default=-1)
-    layers = 1 + max((int(match[2]) for match in matches if match[3] != "weight"), default=-1)
-    c, shared = model.config, all(match[3] != "weight" for match in matches)
-    with torch.device("meta"):
-        return MedusaHeads(heads, layers, c.hidden_size, None if shared else c.vocab_size)
 
 
 def read_tree(heads: MedusaHeads, path: Path) -> None:
@@ -171,9 +162,7 @@ def save_medusa(
 # ---- MTP -----------------------------------------------------------------------------------------
 
 
-def load_mtp(
-    source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
-) -> MTPHead:
+def load_mtp(source: Place, model: Transformer, tokenizer: Tokenizer | None = None) -> MTPHead:
     """Load the head from a directory, a hub id or a file that holds a full MiMo model or only the
     head. Raises UserError for a head of another model or tokenizer."""
     tensors, folder = read_heads(source, MTP_PREFIX, model.config, tokenizer)
@@ -186,9 +175,8 @@ def load_mtp(
 
 
 def fill_head(
-    head: RecurrentHead, tensors: dict[str, Tensor], source: str | os.PathLike, folder: Path,
-    model: Transformer,
-) -> RecurrentHead:  # fmt: skip
+    head: RecurrentHead, tensors: dict[str, Tensor], source: Place, folder: Path, model: Transformer
+) -> RecurrentHead:
     """Move the tensors of a head of a `model` into it and set its acceptance."""
     fill(head, tensors, str(source), model.dtype, model.device)
     distributed.all_reduce_outputs(head)
@@ -223,8 +211,7 @@ def save_mtp(
     head: MTPHead, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype,
     weights: list[float],
 ) -> None:  # fmt: skip
-    """Write only the head, under MiMo's names, for `load_mtp`. `weights` are those of its steps in
-    the loss."""
+    """Write the head for `load_mtp`, with MiMo's names. `weights` are its steps' in the loss."""
     tensors = {MTP_PREFIX + name: tensor for name, tensor in head.state_dict().items()}
     write_tensors(directory / "model.safetensors", tensors, dtype)
     config = config_json(head.config, dtype) | {

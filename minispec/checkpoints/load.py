@@ -32,10 +32,11 @@ ACCESS_ADVICE = ("check the name; if access to the model is restricted, accept i
                  "page and log in with `hf auth login`")  # fmt: skip
 NETWORK_VARIABLE = re.compile("(HTTPS?|ALL|NO)_PROXY|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|HF_ENDPOINT|"
                               "HF_HUB_OFFLINE", re.IGNORECASE)  # fmt: skip
+Place = str | os.PathLike  # a directory, a hub id or a file
 OTHER_TOKENIZERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"
 
 
-def resolve(source: str | os.PathLike) -> Path:
+def resolve(source: Place) -> Path:
     """Return the path of a model: a local directory or GGUF file, the snapshot of a hub id
     (downloaded if necessary), or SmolLM2 for the name `smollm2`."""
     name = str(source)
@@ -57,10 +58,8 @@ def resolve(source: str | os.PathLike) -> Path:
                 break
         return path
     except Exception as error:  # from the library or from its HTTP client, which varies
-        raise UserError(
-            f"{name} is not a directory and could not be downloaded from the hub: "
-            f"{explain_failure(error)}"
-        ) from None
+        failure = f"could not be downloaded from the hub: {explain_failure(error)}"
+        raise UserError(f"{name} is not a directory and {failure}") from None
 
 
 def check_links(name: str) -> None:
@@ -129,8 +128,8 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def load(
-    source: str | os.PathLike, dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto", draft: bool = False,
+    source: Place, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto",
+    draft: bool = False,
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
     Weights stored in this dtype are not copied but mapped from their file: it may be replaced while
@@ -171,7 +170,7 @@ def load(
     return model.eval(), tokenizer
 
 
-def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
+def read_tokenizer(source: Place) -> Tokenizer:
     """Read the tokenizer of a directory, a hub id or a GGUF file."""
     path = resolve(source)
     return require_tokenizer(None if find_gguf(path) else Tokenizer.from_directory(path), path)
@@ -180,8 +179,7 @@ def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
 def require_tokenizer(
     tokenizer: Tokenizer | None, source: Path | None, advice: str = ""
 ) -> Tokenizer:
-    """Return the tokenizer; without one, that of a GGUF `source`. Raises UserError saying why there
-    is none or how to get one."""
+    """Return the tokenizer, or that of a GGUF `source`. Raises UserError saying how to get one."""
     if tokenizer is not None:
         return tokenizer
     if source and (file := find_gguf(source)):
@@ -196,8 +194,7 @@ def require_tokenizer(
 
 
 def check_matching(where: str, other: Tokenizer | str | None, tokenizer: Tokenizer | None) -> None:
-    """Raise UserError if both tokenizers are known, the other one perhaps by its fingerprint, and
-    differ in more than added tokens."""
+    """Raise UserError if both tokenizers (or a fingerprint) are known and do not match."""
     if tokenizer and other and not tokenizer.matches(other):
         advice = "use one made with the model's tokenizer"
         raise UserError(f"{where} was made with another tokenizer; {advice}")

@@ -157,8 +157,7 @@ class Tokenizer:
 
         The text is encoded in one piece by a copy of this tokenizer in which each control token has
         a private name that no turn spells, also in the model's vocabulary. So a turn changes none
-        of the template's tokens.
-        """
+        of the template's tokens."""
         content = "".join(turn["content"] for turn in messages)
         unused = (c for c in map(chr, PRIVATE_USE) if c not in content)
         names = dict(zip(self.control_ids, unused))

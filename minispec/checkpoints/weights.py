@@ -79,8 +79,7 @@ def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
 
 
 def read_weights(directory: Path, config: Config) -> dict[str, Tensor]:
-    """Read the model's tensors from a checkpoint directory, for this rank, by their published
-    names."""
+    """Read a checkpoint directory's tensors of the model, for this rank, by published names."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(directory):
         tensors |= read_tensors(file, config)
@@ -131,9 +130,8 @@ def tie(tensors: dict[str, Tensor]) -> None:
 
 
 def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors to their published names: remove a prefix that all have, such as `_orig_mod.`
-    from torch.compile and `module.` from data parallelism, and add `model.` if only the backbone
-    was saved."""
+    """Rename tensors to their published names: remove a prefix that all have (`_orig_mod.` from
+    torch.compile, `module.` from DataParallel), and add `model.` if only the backbone was saved."""
     found = next(filter(None, map(FIRST_LAYER.fullmatch, tensors)), None)
     if not found:
         return tensors
@@ -146,8 +144,7 @@ def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, which replaces `path` once it is written. If writing
-    fails, as on a full disk, the old file stays and no new one is left behind. Links are followed.
-    """
+    fails, as on a full disk, the old file stays and no new one is left. Links are followed."""
     path = path.resolve()
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # others may be writing it too
     try:

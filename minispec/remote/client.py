@@ -31,10 +31,8 @@ TOP_K_OFF = 2**30  # larger than any vocabulary; some servers reject -1, others 
 
 BUSY_STATUS = 429, 503
 # Finish reasons, in the words of several servers: an end token, or a limit, ended the answer.
-STOP_REASON = re.compile(
-    "stop(_sequence|_string|stringfound)?|eos(_token|found)?|end_turn", re.IGNORECASE
-)
-LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)
+STOP_REASON = re.compile("(?i)stop(_sequence|_string|stringfound)?|eos(_token|found)?|end_turn")
+LIMIT_REASON = re.compile("(?i)length|limit|max")
 DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
     r"^\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{[^}\n]*\})?[ \t]+(\S+)",
     re.MULTILINE,
@@ -180,8 +178,7 @@ class Server:
         return self.accepts_extra or not (sampling.top_k and sampling.temperature)
 
     def as_text(self, prompt: list[int]) -> str:
-        """Return the text of a prompt, for a server that adds the tokens that texts begin with. Its
-        special tokens are spelled out."""
+        """Return a prompt's text, without the tokens that texts begin with: servers add them."""
         start = self.tokenizer.encode("")
         begins = start and prompt[: len(start)] == start
         ids = prompt[len(start) :] if begins else prompt
@@ -330,11 +327,11 @@ def parse_json(text: str):
 
 
 def at(value, *path: str, of: type = object):
-    """Return the value at a path of names, or an empty one if it is not `of` this type. A lone
-    surrogate in a string becomes U+FFFD."""
+    """Return the value at a path of names, or an empty one if it is not `of` this type."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     if of is str and isinstance(value, str):
+        # a lone surrogate becomes U+FFFD
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return value if isinstance(value, of) else of()
 
@@ -347,12 +344,8 @@ def count(value) -> int:
         return 0
 
 
-# ---- API keys ------------------------------------------------------------------------------------
-
-
 def keys_in(variables: list[str], servers: int) -> list[str]:
-    """Read the keys from these environment variables, at most one per server. A key is only read
-    from a variable that the user named."""
+    """Read the keys from environment variables that the user named, at most one per server."""
     if len(variables) > servers:
         raise UserError(f"--key-env names {len(variables)} variables for {servers} servers")
     keys = [os.environ.get(name, "").strip() for name in variables]
@@ -360,9 +353,6 @@ def keys_in(variables: list[str], servers: int) -> list[str]:
         if not (key and key.isascii() and key.isprintable()):  # its name may be a key
             raise UserError(f"--key-env: variable {i} is not set or does not hold a key")
     return keys
-
-
-# ---- several requests ----------------------------------------------------------------------------
 
 
 def in_parallel(

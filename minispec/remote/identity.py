@@ -31,8 +31,7 @@ def largest_gap(model: Transformer, prompt: list[int], tokens: list[int]) -> tup
 def with_end(
     model: Transformer, prompt: list[int], tokens: list[int], n: int, ended: bool
 ) -> list[int]:
-    """Append the most probable end token to the tokens of an answer that one of them ended before
-    it had `n` tokens."""
+    """Append the most probable end token to an answer that ended before it had `n` tokens."""
     eos_ids = model.config.eos_ids
     if not (ended and eos_ids and len(tokens) < n and are_known(model, tokens)):
         return tokens

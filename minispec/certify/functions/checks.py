@@ -116,7 +116,8 @@ class Cases:
         arguments = [1, 2, 3, 1, 2], [8, 3, 24, 1, 8]
         yield Row("limits", "the same prompt again", exam, keeps_lengths, arguments, False)
         yield Row("limits", "last rows of the context", exam, fills_context, (), False)
-        for count, where in (1, "config.json"), (2, toy.GENERATION_CONFIG), (3, toy.GENERATION_CONFIG):
+        config, generation = "config.json", toy.GENERATION_CONFIG
+        for count, where in (1, config), (2, generation), (3, generation):
             case = f"{count} end token{'s' * (count > 1)}, {where}"
             yield Row("limits", case, exam, ends_everywhere, (self, count, where), False)
         for seed in 0, 13:
@@ -276,8 +277,7 @@ class Enumerated(Enumeration):
         return Counter(probabilities(self.exam.model, prompt, warp, sequences))
 
     def test(self, warp: Warp) -> Result:
-        """Compare with `expected`. A sequence that is too probable is a bias, even if not all
-        outcomes are known."""
+        """Compare with `expected`. A sequence that is too probable is always a bias."""
         expected = self.expected(warp)
         bias = excess(self.distribution, expected)
         tokens = f"{self.request.n} token{'s' * (self.request.n > 1)}"

@@ -5,14 +5,12 @@ and randint. A uniform number is not drawn at all: when it is compared with a th
 enumerator chooses the side on which it lies, and the remaining interval is recorded. A decoder that
 uses torch.rand and similar functions therefore has an exact distribution, as our methods have.
 
-The most probable outcomes come first, and the enumeration may stop before all are known. Then each
-sequence has at least the probability found so far: a decoder that exceeds the expected probability
-of any is biased, even if most outcomes are unknown.
+The most probable outcomes come first, and the enumeration may stop before all are known: a decoder
+that exceeds the expected probability of any sequence is biased, even if most are unknown.
 
 A decoder may also draw from sources that nobody can intercept, such as the time. So an enumeration
 is believed only if calls with the same choices give the same tokens, whatever the seed and the
-global generators, and a decoder fails only if its free runs follow the enumerated distribution.
-"""
+global generators, and a decoder fails only if its free runs follow the enumerated distribution."""
 
 import heapq
 import math
@@ -166,14 +164,12 @@ class Enumeration:
             {True: (p := sum(d.get(x, 0.0) for x in excess)), False: max(1 - p, 0.0)}
             for d in (self.distribution, exact)
         )
-        evidence = {  # for `expected`, in one run
-            x: math.log((expected[x] + NEGLIGIBLE) / (found[x] + NEGLIGIBLE)) for x in found
-        }
+        ratios = {x: (expected[x] + NEGLIGIBLE) / (found[x] + NEGLIGIBLE) for x in found}
         counts, total, limit = Counter(), 0.0, -math.log(P_MISLEADING)
         end = time.monotonic() + CONFIRM_SECONDS
         for _ in range(FREE_RUNS // FREE_BATCH):
             counts.update(self.function(next(self.seeds)) in excess for _ in range(FREE_BATCH))
-            total = sum(n * evidence[x] for x, n in counts.items())
+            total = sum(n * math.log(ratios[x]) for x, n in counts.items())  # for `expected`
             if abs(total) > limit or time.monotonic() > end:
                 break
         rarer = counts[True] < found[True] * counts.total()

@@ -150,8 +150,7 @@ def replacements() -> dict[int, tuple[object, object]]:
 
 @contextmanager
 def generators_replaced() -> Iterator[None]:
-    """Replace all module-level names of random functions, classes and generators, then restore them
-    and the states of the global generators."""
+    """Replace all module-level names of random functions and classes; restore all afterwards."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     known, undo = replacements(), []
     for name, module in list(sys.modules.items()):

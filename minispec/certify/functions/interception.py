@@ -215,8 +215,7 @@ class InterceptedRandomness(TorchFunctionMode):
         return drawn.long().reshape([*weights.shape[:-1], 1])
 
     def race(self, indices: list[int], weights: Tensor) -> int:
-        """Choose which of these uniform numbers wins, with proportional chance. They must be
-        independent, and are not afterwards."""
+        """Choose which of these independent uniform numbers wins, with proportional chance."""
         intervals = [self.interval(i) for i in {max(i, ~i) for i in indices}]
         unused = all(low < NEGLIGIBLE and high > 1 - NEGLIGIBLE for low, high in intervals)
         if len(intervals) < len(indices) or not (unused and weights.isfinite().all()):

@@ -25,9 +25,6 @@ SERVER_SAMPLINGS = (
     Sampling(1.3, top_k=20, top_p=0.9),
 )  # fmt: skip
 
-# ---- the examination -----------------------------------------------------------------------------
-
-
 def check_server(
     server: Server, model: Transformer, tokenizer: Tokenizer | None, baseline: Server | None = None,
     requests: int = REQUESTS, precision: float | torch.dtype = torch.float32,
@@ -89,9 +86,6 @@ def needs_ids(ctx: ServerContext) -> Result:
     raise NotSupported("the server returns no token ids")
 
 
-# ---- the right model -----------------------------------------------------------------------------
-
-
 def is_this_model(ctx: ServerContext) -> Result:
     """Check that logprobs, or first tokens if there are none, match the checkpoint."""
     server, answers = ctx.server, []
@@ -114,8 +108,7 @@ def lengths_are_right(ctx: ServerContext) -> Result:
 
 
 def ends_are_right(ctx: ServerContext) -> Result:
-    """Check that answers end after the first end token. If some of the answers so far have one,
-    only their prompts are used."""
+    """Check that answers end after the first end token: if some so far have one, only those."""
     answers, eos_ids = ctx.greedy_answers(), ctx.model.config.eos_ids
     ending = [ids for ids, tokens in answers if not set(eos_ids).isdisjoint(tokens)]
     prompts = ending or [ids for ids, _ in answers]
@@ -143,9 +136,6 @@ def logprobs_match(ctx: ServerContext) -> Result:
         raise NotSupported("answers have no logprobs")
     worst = max(differences)
     return worst < ctx.tolerance, f"at most {worst:.2g} from ours, for {len(differences)} tokens"
-
-
-# ---- load ----------------------------------------------------------------------------------------
 
 
 def handles_load(ctx: ServerContext) -> Result:

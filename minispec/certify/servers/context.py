@@ -64,21 +64,17 @@ class ServerDecoder:
             raise
 
     def with_end(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
-        """Return an answer's tokens with an end token, the most probable one, if it ended early."""
-        tokens = self.answer_tokens(prompt, n, answer)
+        """Return an answer's tokens with an end token, the most probable one, if it ended early.
+        For a text, these are our own tokens as far as their text agrees, then the tokenizer's."""
+        tokens = answer.tokens
+        if not answer.has_ids and self.tokenizer:
+            ours = decode(self.model, self.tokenizer, prompt, max_new_tokens=n)
+            prefixes = list(accumulate(ours.texts, initial=""))  # an end token flushes held text
+            agreed = max(i for i, text in enumerate(prefixes) if answer.text.startswith(text))
+            rest = self.tokenizer.encode(answer.text[len(prefixes[agreed]) :], False)
+            kept = len(ours.tokens) - (ours.finish_reason == "eos")
+            tokens = ours.tokens[: min(agreed, kept)] + rest
         return identity.with_end(self.model, prompt, tokens, n, answer.ended)
-
-    def answer_tokens(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
-        """Return the tokens of an answer. For a text answer, these are our own tokens as far as
-        their text agrees, then the tokenizer's."""
-        if answer.has_ids or self.tokenizer is None:
-            return answer.tokens
-        ours = decode(self.model, self.tokenizer, prompt, max_new_tokens=n)
-        tokens = ours.tokens[: len(ours.tokens) - (ours.finish_reason == "eos")]
-        prefixes = list(accumulate(ours.texts, initial=""))  # the end token flushes held-back text
-        agreed = max(i for i, text in enumerate(prefixes) if answer.text.startswith(text))
-        rest = answer.text[len(prefixes[agreed]) :]
-        return tokens[:agreed] + self.tokenizer.encode(rest, add_special_tokens=False)
 
 
 @dataclass
@@ -184,9 +180,8 @@ def precision(text: str) -> float | torch.dtype:
     try:
         return number(0, 100, float)(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"{text}: use float32, float16, bfloat16, or a gap in logits"
-        ) from None
+        advice = "use float32, float16, bfloat16, or a gap in logits"
+        raise argparse.ArgumentTypeError(f"{text}: {advice}") from None
 
 
 def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: dict) -> float:
