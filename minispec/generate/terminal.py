@@ -65,9 +65,10 @@ def chat(
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, MAX_CHAT_ROWS))
     caches = [cache]
-    for name in {"draft", "head"} & options.keys():
-        options[f"{name}_cache"] = options[name].new_cache(cache.capacity)
-        caches.append(options[f"{name}_cache"])
+    for name in args.method.of_kind("cache"):
+        if (drafter := options.get(name.removesuffix("_cache"))) is not None:
+            options[name] = drafter.new_cache(cache.capacity)
+            caches.append(options[name])
     max_prompt = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
     run, messages, cached = None, [], []  # messages in the context; tokens in the cache
     for turn in user_turns(args.prompt):
