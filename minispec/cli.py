@@ -200,9 +200,8 @@ def exit_on_sigint(*_) -> None:
 def prepare_streams() -> None:
     """Read and write UTF-8, whatever the system's encoding."""
     for stream, encoding in (sys.stdin, TEXT_ENCODING), (sys.stdout, {"encoding": "utf-8"}):
-        with contextlib.suppress(ValueError):  # closed, or already read from
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(**encoding)
+        with contextlib.suppress(AttributeError, ValueError):  # replaced, closed or already read
+            stream.reconfigure(**encoding)
 
 
 @contextlib.contextmanager
@@ -258,7 +257,7 @@ def check_outputs(arguments: dict[str, object]) -> None:
     sources = [pair for pair in values if isinstance(pair[1], Source | Path)]
     for flag, output in outputs:
         for name, source in sources:
-            if not isinstance(source, OutputFile) and overwrites(output, source):
+            if not isinstance(source, OutputFile) and files_of(output) & files_of(source):
                 raise UserError(f"{flag} {output} would overwrite {name} {source}, or a file in "
                                 f"it: choose another {flag}")  # fmt: skip
         folder = isinstance(output, OutputFolder)
@@ -270,17 +269,16 @@ def flat(value: object) -> list:
     return sum(map(flat, value), []) if isinstance(value, list | tuple) else [value]
 
 
-def overwrites(output: OutputFile, source: Source | Path) -> bool:
-    """Whether writing `output` could change `source`, or a file in it that is read. From a model's
-    directory only MODEL_FILES are read; from other directories, which are a Path, any file."""
-    file = str(source) if os.path.exists(source) else str(source).rpartition(":")[0]  # FILE:FUNC
-    if not (os.path.exists(output) and os.path.exists(file)):
-        return False
-    if isinstance(output, OutputFolder) and os.path.isfile(file):  # a model and its card
-        is_written = Path(file).suffix in (*MODEL_FILES, ".md")
-        return is_written and Path(file).resolve().parent.samefile(output)
-    is_read = not isinstance(source, Source) or output.suffix in MODEL_FILES
-    return output.samefile(file) or is_read and output.resolve().parent.samefile(file)
+def files_of(argument: Source | Path) -> set[tuple[int, int]]:
+    """Identify what an argument names: a file (the FILE of FILE:FUNCTION), or a directory and the
+    files in it. For a Source or an OutputFolder, these are only the files of a model and its card.
+    """
+    place = argument if os.path.exists(argument) else str(argument).rpartition(":")[0]
+    names = os.listdir(place) if os.path.isdir(place) else []
+    if isinstance(argument, Source | OutputFolder):
+        names = [name for name in names if name.endswith((*MODEL_FILES, ".md"))]
+    files = filter(os.path.exists, [place, *(os.path.join(place, name) for name in names)])
+    return {(status.st_dev, status.st_ino) for status in map(os.stat, files)}
 
 
 def check_writable(file: str | Path, flag: str, advice: str = "") -> None:

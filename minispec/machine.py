@@ -1,4 +1,4 @@
-"""What a result was made with: the machine, the versions, the commit, the command and the time."""
+"""Describe how a result was made: the machine, the versions, the commit, the command, the time."""
 
 import contextlib
 import platform

@@ -115,7 +115,7 @@ def test_speeds_are_medians_over_repeats_then_prompts(capsys):
         runs = [make_run(seconds / speed, 6, 3, chain) for speed in speeds]
         repeats.append(([make_run(seconds, 6, 6, chain)] * 3, runs))
     plain, row = rows_of(*repeats)
-    assert (row["speedup"], row["least"], row["most"]) == (2.0, 2.0, 4.0)
+    assert (row["speedup"], row["min"], row["max"]) == (2.0, 2.0, 4.0)
     assert row["mean"] == pytest.approx(8 / 3)
     assert row["half_range"] == pytest.approx((8 / 3 - 2) / 2)
     assert plain["tokens_per_second"] == pytest.approx(6 / 1.5)
@@ -398,7 +398,7 @@ def test_the_lowest_speedup_is_that_of_any_prompt():
     plain, row = ({**row, "others_share": None} for row in rows_of(tuple(runs)))
     about = {"processor": "P", "instructions": "I", "threads": 1, "versions": {"torch": "T"},
              "commit": None, "date": "2026-01-01T00:00", "command": "C"}  # fmt: skip
-    better = row | {"kind": "y", "least": 0.9}
+    better = row | {"kind": "y", "min": 0.9}
     text = tables.markdown([[plain, row], [plain | {"kind": "y"}, better]], about)
     assert "Lowest speedup of a single prompt: `medusa` 0.70." in text
     assert "commit unknown, 2026-01-01" in text
@@ -413,7 +413,7 @@ def test_json_says_what_was_measured_where(weights, capsys, others):
     assert out["about"]["command"] == machine.command_line("minispec.bench", options)
     assert {"date", "processor", "threads", "versions", "commit"} < out["about"].keys()
     assert [row["others_share"] for row in out["rows"]] == [0.25, 0.25]
-    assert all(row["least"] <= row["mean"] <= row["most"] for row in out["rows"])
+    assert all(row["min"] <= row["mean"] <= row["max"] for row in out["rows"])
 
 
 def test_the_commit_is_that_of_the_checkout(monkeypatch, tmp_path):

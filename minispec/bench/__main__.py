@@ -123,14 +123,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             methods = methods_of_flags()["--k"]
         used = not args.methods or any(row.startswith(methods) or ":" in row
                                        for row in args.methods)  # fmt: skip
-        if given(flag[2:]) and not used:
+        if given(flag[2:].replace("-", "_")) and not used:
             raise UserError(f"{flag} applies to {' and '.join(methods)}; add it to --methods or "
                             "omit the flag")  # fmt: skip
-    if args.vocabulary_sizes and args.methods and not any(
-        row.startswith("fastmtp") for row in args.methods
-    ):
-        raise UserError("--vocabulary-sizes applies to fastmtp; add it to --methods or omit the "
-                        "flag")  # fmt: skip
     return args
 
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import truediv
 from typing import TypeVar
 
 import psutil
@@ -14,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from minispec import distributed
-from minispec.bench.methods import Methods
+from minispec.bench.methods import PLAIN, Methods
 from minispec.bench.plan import Hardware, pass_work
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note
@@ -101,9 +102,8 @@ def watch(work: Callable[[], T]) -> tuple[T, float | None]:
     result = work()
     elapsed, busy, own = (b - a for a, b in zip(before, read_cpu_seconds()))
     own = sum(distributed.all_gather(own))  # all ranks run on this machine
-    share = None
-    if elapsed > 0:  # some sandboxes have a /proc/stat that never changes
-        share = min(max((busy - own) / elapsed, 0.0), 1.0)
+    # some sandboxes have a /proc/stat that never changes
+    share = min(max((busy - own) / elapsed, 0.0), 1.0) if elapsed > 0 else None
     return result, distributed.from_rank_0(lambda: share)
 
 
@@ -142,16 +142,6 @@ def alpha(runs: list[Run]) -> float | None:
     return sum(len(step.path) - 1 for step in steps) / tested if tested else None
 
 
-def speedups(plain: list[Run], runs: list[Run]) -> list[float]:
-    """Plain decoding's seconds per token divided by the method's, for each prompt."""
-    return [seconds_per_token(p) / seconds_per_token(r) for p, r in zip(plain, runs)]
-
-
-def differing(plain: list[Run], runs: list[Run]) -> int:
-    """Count the runs whose tokens differ from plain decoding's."""
-    return sum(p.tokens != r.tokens for p, r in zip(plain, runs))
-
-
 def rows_per_pass(runs: list[Run]) -> float:
     """Mean number of rows in a pass: those of the tree and of lookahead's window."""
     steps = [step for run in runs for step in run.rounds]
@@ -160,18 +150,19 @@ def rows_per_pass(runs: list[Run]) -> float:
 
 def timing(plain: list[list[Run]], repeats: list[list[Run]]) -> dict[str, float | None]:
     """Summarise a method's times. Both arguments hold a list per repeat, with a run per prompt."""
-    by_repeat = [speedups(*pair) for pair in zip(plain, repeats)]
+    plain_times, times = ([[*map(seconds_per_token, runs)] for runs in its]
+                          for its in (plain, repeats))  # fmt: skip
+    by_repeat = [[*map(truediv, *pair)] for pair in zip(plain_times, times)]
     by_prompt = list(map(statistics.median, zip(*by_repeat)))
     means = list(map(statistics.mean, by_repeat))
-    seconds = [map(seconds_per_token, runs) for runs in repeats]
     return {
         "speedup": statistics.median(by_prompt),
         "mean": statistics.mean(by_prompt),
-        "least": min(by_prompt),
-        "most": max(by_prompt),
+        "min": min(by_prompt),
+        "max": max(by_prompt),
         # how well the mean over prompts repeats
         "half_range": (max(means) - min(means)) / 2 if len(means) > 1 else None,
-        "tokens_per_second": 1 / statistics.median(map(statistics.median, zip(*seconds))),
+        "tokens_per_second": 1 / statistics.median(map(statistics.median, zip(*times))),
     }
 
 
@@ -182,10 +173,11 @@ def table_of(
     come from `measure`. Only times and tokens are taken from all of them, the rest from the first.
     """
     table: list[dict] = []
-    plain = [runs["autoregressive"] for runs in repeats]
+    plain = [runs[PLAIN] for runs in repeats]
     for method, its_runs in repeats[0].items():
         its_repeats = [runs[method] for runs in repeats]
         rows = rows_per_pass(its_runs)
+        pairs = zip(sum(plain, []), sum(its_repeats, []))  # of runs
         table.append({
             "kind": kind,
             "temperature": temperature,
@@ -198,7 +190,7 @@ def table_of(
             "pass_cost": curve_at(machine["curve"], round(rows)),  # of a pass over that many rows
             "acceptance": alpha(its_runs),  # probability that a tested draft token is accepted
             "by_step": acceptance([s for run in its_runs for s in run.rounds])["conditional"],
-            "differing": None if temperature else sum(map(differing, plain, its_repeats)),  # runs
+            "differing": None if temperature else sum(a.tokens != b.tokens for a, b in pairs),
             "extra_parameters": its_runs[0].extra_parameters,
         })  # fmt: skip
     return table

@@ -49,8 +49,8 @@ def requested_rows(args: argparse.Namespace) -> Rows:
         rows |= declared_rows(method, args.k)
     if args.methods is None:
         return rows
-    chosen = dict(rows_named(PLAIN, rows, args.k))
-    for name in args.methods:
+    chosen: Rows = {}
+    for name in PLAIN, *args.methods:
         chosen |= rows_named(name, rows, args.k)
     return chosen
 
@@ -96,13 +96,13 @@ def folders_of(args: argparse.Namespace, method: Method, model: Transformer) -> 
 
 
 def source_of(args: argparse.Namespace, folder: str) -> str | None:
-    """What the flag names that takes the place of the folder."""
+    """The value of the flag that replaces this folder."""
     return getattr(args, FLAGS[folder][1][2:])
 
 
 def methods_of_flags() -> dict[str, tuple[str, ...]]:
-    """For each flag of what drafts, and for --k, the methods that it applies to."""
-    methods, flags = list(map(find_method, METHODS)), {}
+    """For each flag of what drafts, for --k and --vocabulary-sizes, the methods it applies to."""
+    methods, flags = list(map(find_method, METHODS)), {"--vocabulary-sizes": ("fastmtp",)}
     for folder, (_, flag) in FLAGS.items():
         flags[flag] = tuple(m.name for m in methods
                             if any(o.folder == folder for o in m.of_kind("weights").values()))

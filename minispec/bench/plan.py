@@ -46,7 +46,7 @@ UNITS = {"bandwidth": 1e9, "flops": 1e12, "link": 1e9}  # of the flags' values
 
 @dataclass(frozen=True)
 class Work:
-    """What one card does in a pass."""
+    """The work of one card in a pass."""
 
     read_bytes: int  # from memory, for any number of rows
     row_flops: int  # per row; a multiplication and an addition are two
@@ -183,7 +183,7 @@ def hardware_of(args: argparse.Namespace, dtype: torch.dtype) -> Hardware:
 
 
 def share(hardware: Hardware, model: Transformer, cached: int) -> dict:
-    """What each rank holds and does, as --json prints it."""
+    """The sizes, work and times of each rank, as --json prints them."""
     work = pass_work(model, cached)
     return {
         "ranks": model.config.ranks,

@@ -11,7 +11,7 @@ Table = list[list[str]]  # a row of headings, then the others
 
 # heading -> cell, filled in from a row
 MEASURED_COLUMNS = {
-    "method": "{method}", "speedup": "{speedup}", "(min-max)": "({least}-{most})", "mean": "{mean}",
+    "method": "{method}", "speedup": "{speedup}", "(min-max)": "({min}-{max})", "mean": "{mean}",
     "±": "{half_range}", "tokens/s": "{tokens_per_second}", "tokens/pass": "{tokens_per_pass}",
     "acceptance": "{acceptance}", "differing": "{differing}",
 }  # fmt: skip
@@ -66,8 +66,8 @@ def show_machine(machine: dict, model: Transformer) -> None:
           f"a pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
     keys = "pass_bytes", "cache_bytes_per_token", "sent_bytes"
     read, cache, sent = (format_bytes(machine[key]) for key in keys)
-    shared = f" and sends {sent} per row on each of {machine['ranks']} ranks"
-    shared = shared if machine["ranks"] > 1 else ""
+    ranks = machine["ranks"]
+    shared = f" and sends {sent} per row on each of {ranks} ranks" if ranks > 1 else ""
     print(f"a pass reads {read} of weights{shared}; the cache takes {cache} per token")
     print(aligned([
         ["rows n", *map(str, counts)],
@@ -124,8 +124,8 @@ def measured_facts(
     yield f"torch {versions['torch']}, commit {about['commit'] or 'unknown'}, {about['date'][:10]}."
     yield f"Prompts: {sum(row['prompts'] for row in plain)}; repeats: {repeats}."
     if methods:
-        least = (f"`{r[0]['method']}` {min(row['least'] for row in r):.2f}" for r in methods)
-        yield f"Lowest speedup of a single prompt: {', '.join(least)}."
+        lowest = (f"`{r[0]['method']}` {min(row['min'] for row in r):.2f}" for r in methods)
+        yield f"Lowest speedup of a single prompt: {', '.join(lowest)}."
     if repeats > 1:
         worst = max(row["half_range"] for row in rows)
         yield f"Half the range, over repeats, of a mean over prompts: at most {worst:.2f}."
@@ -146,7 +146,7 @@ def plan_text(plan: dict) -> str:
 
 
 def size_table(shares: list[dict]) -> Table:
-    """What the whole model and a rank's part of it hold, read, compute and send."""
+    """Compare the sizes and work of the whole model and of a rank's part of it."""
     table = [["", "one card", *(f"each of {share['ranks']} ranks" for share in shares[1:])]]
     for title, key in (
         ("weights", "weight_bytes"), ("cache per token", "cache_bytes_per_token"),
