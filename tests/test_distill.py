@@ -33,7 +33,7 @@ from minispec.checkpoints.heads import (
     load_medusa,
     load_mtp,
     load_vocabulary,
-    save_acceptance,
+    save_measured,
     save_medusa,
     save_vocabulary,
 )
@@ -592,7 +592,7 @@ def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsy
         read = load_mtp if kind == "mtp" else load_eagle3
         head = read(tmp_path / "next", load(target, "float32", "cpu")[0])
         head.acceptance = None
-        save_acceptance(head, tmp_path / "next")
+        save_measured(head, tmp_path / "next")
         run("acceptance", "--model", target, "--heads", tmp_path / "next", "--generated", own,
             "--device", "cpu", "--k", len(rates))  # fmt: skip
         again = json.loads((tmp_path / "next" / "config.json").read_text())["mtp_acceptance"]

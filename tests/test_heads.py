@@ -25,9 +25,9 @@ from minispec.checkpoints.heads import (
     load_medusa,
     load_mtp,
     load_vocabulary,
+    save_measured,
     save_medusa,
     save_mtp,
-    save_tree,
     save_vocabulary,
 )
 from minispec.checkpoints.load import save
@@ -130,7 +130,7 @@ def test_heads_are_saved_and_loaded_and_the_tree_is_updated(tmp_path, shared):
     before = json.loads((tmp_path / "config.json").read_text())
     assert (before["medusa_num_heads"], before["medusa_num_layers"]) == (3, 2)
     heads.tree = [(0,), (1,), (1, 0)]
-    save_tree(heads, tmp_path)
+    save_measured(heads, tmp_path)
     after = json.loads((tmp_path / "config.json").read_text())
     assert load_medusa(tmp_path, model, TOKENIZER).tree == heads.tree
     assert before | {"medusa_choices": [[0], [1], [1, 0]]} == after

@@ -27,7 +27,8 @@ from minispec.certify.methods.checks import CHECKS
 from minispec.certify.servers.checks import REQUESTS, SERVER_CHECKS, check_server
 from minispec.certify.servers.context import precision
 from minispec.checkpoints.fetch import default_model
-from minispec.checkpoints.load import load, write_text
+from minispec.checkpoints.load import load
+from minispec.checkpoints.weights import write_text
 from minispec.cli import (
     OutputFile,
     OutputFolder,

@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 
 from minispec import distributed
+from minispec.checkpoints import weights
 from minispec.checkpoints.config import CheckedJson, attention_sizes, config_json, read_rope
 from minispec.checkpoints.load import Place, check_matching, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.checkpoints.weights import (
-    fill,
-    read_file,
-    read_tensors,
-    weight_files,
-    write_json,
-    write_tensors,
-)
 from minispec.cli import UserError, optional_json, read_json, user_error
 from minispec.methods.fastmtp import MTPHead, RecurrentHead
 from minispec.methods.medusa import MedusaHeads, with_prefixes
@@ -50,8 +43,8 @@ def read_heads(
     folder = path.parent if path.is_file() else resolve(source)
     only_heads = [path] if path.is_file() else [folder / n for n in names if (folder / n).is_file()]
     tensors: dict[str, Tensor] = {}
-    for file in only_heads[:1] or weight_files(folder):
-        for name, tensor in read_tensors(file, config).items():
+    for file in only_heads[:1] or weights.weight_files(folder):
+        for name, tensor in weights.read_tensors(file, config).items():
             if only_heads or name.startswith(prefix) or VLLM_NAME.match(name):
                 tensors[name] = tensor
     heads = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -82,12 +75,9 @@ def save_measured(
     if isinstance(heads, MedusaHeads):
         accuracy = None if heads.accuracy is None else heads.accuracy.tolist()
         measured = {"medusa_choices": heads.tree, "medusa_accuracy": accuracy}
-        return write_json(file, config | measured, indent=None)
+        return weights.write_json(file, config | measured, indent=None)
     rates = heads.acceptance and [round(rate, 3) for rate in heads.acceptance]
-    write_json(file, config | {"mtp_acceptance": rates})
-
-
-save_tree = save_acceptance = save_measured
+    weights.write_json(file, config | {"mtp_acceptance": rates})
 
 
 # ---- Medusa --------------------------------------------------------------------------------------
@@ -108,7 +98,7 @@ def load_medusa(
     c, shared = model.config, all(match[3] != "weight" for match in matches)
     with torch.device("meta"):
         heads = MedusaHeads(count, layers, c.hidden_size, None if shared else c.vocab_size)
-    fill(heads, tensors, str(source), model.dtype, model.device)
+    weights.fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
     return heads.eval()
 
@@ -153,7 +143,7 @@ def save_medusa(
     heads: MedusaHeads, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> None:
     """Write the heads for `load_medusa`, in layout v1, or v2 if they share lm_head."""
-    write_tensors(directory / MEDUSA_FILES[0], heads.state_dict(), dtype)
+    weights.write_tensors(directory / MEDUSA_FILES[0], heads.state_dict(), dtype)
     numbers = {"medusa_num_heads": len(heads), "medusa_num_layers": heads.layers}
     config = numbers | {"version": "2" if heads.shared else "1"}
     save_measured(heads, directory, config | shared_fields(base, tokenizer))
@@ -178,7 +168,7 @@ def fill_head(
     head: RecurrentHead, tensors: dict[str, Tensor], source: Place, folder: Path, model: Transformer
 ) -> RecurrentHead:
     """Move the tensors of a head of a `model` into it and set its acceptance."""
-    fill(head, tensors, str(source), model.dtype, model.device)
+    weights.fill(head, tensors, str(source), model.dtype, model.device)
     distributed.all_reduce_outputs(head)
     head.acceptance = read_acceptance(folder / "config.json")
     return head.eval()
@@ -209,15 +199,15 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
 
 def save_mtp(
     head: MTPHead, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype,
-    weights: list[float],
+    step_weights: list[float],
 ) -> None:  # fmt: skip
-    """Write the head for `load_mtp`, with MiMo's names. `weights` are its steps' in the loss."""
+    """Write the head for `load_mtp`, with MiMo's names. The weights are its steps' in the loss."""
     tensors = {MTP_PREFIX + name: tensor for name, tensor in head.state_dict().items()}
-    write_tensors(directory / "model.safetensors", tensors, dtype)
+    weights.write_tensors(directory / "model.safetensors", tensors, dtype)
     config = config_json(head.config, dtype) | {
         "num_nextn_predict_layers": 1,
-        "num_speculative_steps": len(weights),
-        "mtp_loss_step_weights": [round(weight, 4) for weight in weights],
+        "num_speculative_steps": len(step_weights),
+        "mtp_loss_step_weights": [round(weight, 4) for weight in step_weights],
     }
     save_measured(head, directory, config | shared_fields(base, tokenizer))
 
@@ -232,7 +222,7 @@ def load_vocabulary(
     """Load at most `size` tokens of each language from a file that `save_vocabulary` wrote, or in a
     .pt file from FastMTP's map: a list or tensor of ids, the most frequent first."""
     path, vocab = Path(path), model.config.vocab_size
-    stored = read_file(path) if path.suffix == ".pt" else read_json(path)
+    stored = weights.read_file(path) if path.suffix == ".pt" else read_json(path)
     problem = "was not written by `distill vocabulary` and is not a list of token ids"
     with user_error(f"{path} {problem}"):
         if path.suffix == ".pt":
@@ -260,4 +250,4 @@ def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: 
     """Write a file for `load_vocabulary`."""
     rows = {name: {"ids": lang.ids, "counts": lang.counts} for name, lang in languages.items()}
     content = {"tokenizer_fingerprint": tokenizer.fingerprint, "languages": rows}
-    write_json(path, content, indent=None)
+    weights.write_json(path, content, indent=None)

@@ -12,18 +12,10 @@ from textwrap import shorten
 import torch
 
 from minispec import paths
+from minispec.checkpoints import weights
 from minispec.checkpoints.config import config_json, read_config
 from minispec.checkpoints.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.checkpoints.weights import (
-    DTYPES,
-    fill,
-    read_weights,
-    weight_files,
-    write_json,
-    write_tensors,
-    write_text,
-)
 from minispec.cli import MODEL_FILES, UserError, user_error
 from minispec.distributed import all_reduce_outputs, shard, shard_config
 from minispec.model import Transformer
@@ -96,7 +88,7 @@ def find_smollm2() -> Path:
 
     with contextlib.suppress(Exception):  # absent or incomplete
         directory = Path(snapshot_download(paths.SMOLLM2_ID, local_files_only=True))
-        needed_files = *weight_files(directory), directory / "config.json"
+        needed_files = *weights.weight_files(directory), directory / "config.json"
         if all(f.exists() for f in (*needed_files, directory / "tokenizer.json")):
             return directory
     if (paths.SMOLLM2 / "target" / "config.json").exists():
@@ -120,11 +112,11 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise UserError(f"dtype {name} is not supported; use auto, {', '.join(DTYPES)}")
+    if name not in weights.DTYPES:
+        raise UserError(f"dtype {name} is not supported; use auto, {', '.join(weights.DTYPES)}")
     if name == "float64" and device.type == "mps":
         raise UserError("dtype float64 is not available on mps; use --device cpu")
-    return DTYPES[name]
+    return weights.DTYPES[name]
 
 
 def load(
@@ -148,7 +140,7 @@ def load(
     if file:
         tensors = {name: shard(name, tensor, config) for name, tensor in tensors.items()}
     else:
-        tensors = read_weights(path, config)
+        tensors = weights.read_weights(path, config)
         if not tensors:
             raise UserError(f"{path} holds no tensors of a model; use an MTP head with --heads and "
                             "--method fastmtp")  # fmt: skip
@@ -162,7 +154,7 @@ def load(
             config = replace(config, bos_id=tokenizer.id_of("bos_token"))
     with torch.device("meta"):
         model = Transformer(config)
-    fill(model, tensors, str(path), dtype, device, config.tied)
+    weights.fill(model, tensors, str(path), dtype, device, config.tied)
     all_reduce_outputs(model)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -208,10 +200,10 @@ def save(
     if next(model.buffers(), None) is not None:
         raise UserError("int8 weights cannot be saved; save the model before quantising it")
     # `named_parameters` lists a tied weight once, under the embedding's name
-    write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
+    weights.write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
     config = config_json(model.config, dtype or model.dtype)
     for name, text in (tokenizer.files() if tokenizer else {}).items():
-        write_text(directory / name, text)
-    write_json(directory / "config.json", config)
+        weights.write_text(directory / name, text)
+    weights.write_json(directory / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    write_json(directory / "generation_config.json", ends)
+    weights.write_json(directory / "generation_config.json", ends)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec import distributed
-from minispec.checkpoints.heads import load_medusa, load_subset, save_medusa, save_tree
+from minispec.checkpoints.heads import load_medusa, load_subset, save_measured, save_medusa
 from minispec.cli import UserError, number
 from minispec.distill.documents import (
     Documents,
@@ -170,7 +170,7 @@ def run_tree(args: argparse.Namespace) -> None:
     target, folder, drafter, rows = load_for_measuring(args, "medusa", args.dtype)
     heads = drafter["heads"]
     choose_tree(heads, drafter["vocabulary"], target, rows, target.config.context)
-    save_tree(heads, folder)
+    save_measured(heads, folder)
     print(accuracy_table(heads))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.eagle3 import load_eagle3, save_eagle3
-from minispec.checkpoints.heads import load_mtp, load_subset, save_acceptance, save_mtp
+from minispec.checkpoints.heads import load_mtp, load_subset, save_measured, save_mtp
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, number
 from minispec.distill.documents import (
@@ -242,7 +242,7 @@ def run_acceptance(args: argparse.Namespace) -> None:
     subset = vocabulary and vocabulary.select([])
     loss = partial(MTPLoss, head, target, steps=args.k, beta=1.0, aligned=True, vocabulary=subset)
     table = measure(head, loss, target, rows, target.config.context)
-    save_acceptance(head, folder)
+    save_measured(head, folder)
     print(table)
 
 

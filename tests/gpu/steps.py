@@ -145,7 +145,7 @@ def write_report(
     title: str, facts: dict, results: Results, tables: Callable[[Results], list[str]], folder: Path
 ) -> str:
     """Write the report as JSON and as Markdown; return the Markdown."""
-    from minispec.checkpoints.load import write_text
+    from minispec.checkpoints.weights import write_text
 
     path = folder / "-".join([title.split()[-1], facts["date"], *facts["card"].lower().split()])
     items = "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
