@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from conftest import (
     END,
     END_TURN,
@@ -35,11 +36,14 @@ import minispec.__main__
 from minispec import UserError, cli
 from minispec.cache import KVCache
 from minispec.certify import __main__ as certify
+from minispec.certify.toys import random_eagle3_head, random_mtp_head
+from minispec.checkpoints.eagle3 import save_eagle3
+from minispec.checkpoints.heads import save_mtp
 from minispec.checkpoints.load import load, save
 from minispec.cli import check_writable, command, printable
 from minispec.distill.__main__ import main as distill_main
 from minispec.generate import __main__ as generate
-from minispec.generate import decode, stream, view
+from minispec.generate import decode, stream, terminal, view
 from minispec.generate.run import acceptance
 from minispec.machine import package_version
 from minispec.tree import Step, Tree
@@ -577,6 +581,23 @@ def test_the_draft_of_a_chat_processes_only_new_tokens(folder, capsys, monkeypat
     assert len(long) == 2 and sum(long) < runs[1]["prompt_tokens"] + 6
     plain, _ = chat_turns(capsys, monkeypatch, lines, *options)
     assert [run["tokens"] for run in runs] == [run["tokens"] for run in plain]
+
+
+@pytest.mark.parametrize("method", ["fastmtp", "eagle3", "hybrid"])
+def test_the_head_of_a_chat_sees_the_whole_text(tmp_path, capsys, monkeypatch, method):
+    """The second turn is drafted as it would be in a new run of the whole conversation."""
+    model = byte_model()
+    save(model, TOKENIZER, tmp_path)
+    save_mtp(random_mtp_head(model, 1), tmp_path / "mtp", "x", None, torch.float64, [1.0])
+    save_eagle3(random_eagle3_head(model, 1), tmp_path / "eagle3", "x", None, torch.float64)
+    options = ["--model", str(tmp_path), "--max-new-tokens", "9", "--method", method]
+    runs = []
+    monkeypatch.setattr(terminal, "stream", lambda *a, **o: runs.append(stream(*a, **o)) or runs[-1])
+    chat_turns(capsys, monkeypatch, "tell me everything\nand now this\n", *options)
+    loaded, tokenizer = load(tmp_path, "float64", "cpu")
+    fresh = decode(loaded, tokenizer, runs[1].prompt, method, max_new_tokens=9)
+    assert runs[1].cached_tokens > 9 and runs[1].tokens == fresh.tokens
+    assert [step.tree for step in runs[1].rounds] == [step.tree for step in fresh.rounds]
 
 
 def test_a_chat_begins_with_the_prompt_and_the_system_message(chat_folder, capsys, monkeypatch):
