@@ -592,7 +592,12 @@ def test_the_head_of_a_chat_sees_the_whole_text(tmp_path, capsys, monkeypatch, m
     save_eagle3(random_eagle3_head(model, 1), tmp_path / "eagle3", "x", None, torch.float64)
     options = ["--model", str(tmp_path), "--max-new-tokens", "9", "--method", method]
     runs = []
-    monkeypatch.setattr(terminal, "stream", lambda *a, **o: runs.append(stream(*a, **o)) or runs[-1])
+
+    def recorded(*arguments, **more):
+        runs.append(stream(*arguments, **more))
+        return runs[-1]
+
+    monkeypatch.setattr(terminal, "stream", recorded)
     chat_turns(capsys, monkeypatch, "tell me everything\nand now this\n", *options)
     loaded, tokenizer = load(tmp_path, "float64", "cpu")
     fresh = decode(loaded, tokenizer, runs[1].prompt, method, max_new_tokens=9)
