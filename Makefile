@@ -54,7 +54,7 @@ SPELLING := Correct the spelling: The lighthouse keeper had not spokn to anyone 
 	lantern swung at its bow, and somebody was singing.
 
 gallery: .venv/installed $(REAL)
-	$(PAGE)speculative.html --method speculative --model weights/target --temperature 0.8 --seed 1 "$(STORY)"
+	$(PAGE)speculative.html --method speculative --verify tokens --model weights/target --temperature 0.8 --seed 1 "$(STORY)"
 	$(PAGE)medusa.html --method medusa --model smollm2 --chat "$(BICYCLE)" < /dev/null
 	$(PAGE)lookahead.html --method lookahead --model smollm2 --chat "$(MERGE)" < /dev/null
 	$(PAGE)fastmtp.html --method fastmtp --model smollm2 --chat "$(REVERSE)" < /dev/null

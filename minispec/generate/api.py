@@ -20,6 +20,7 @@ from minispec.methods.declaration import Method, Option
 from minispec.methods.fastmtp import RecurrentHead
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, Seeded
+from minispec.verify import accept_block
 
 SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
 CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
@@ -36,11 +37,13 @@ def stream(
     `prompt` is text or token ids. `method` is a name, `file.py:function`, or a function like those
     in METHODS. `options` are passed to it. If it needs a draft or heads and none are passed, they
     are loaded from next to the model; "auto" for k, lookup_k or tree becomes a policy for this
-    machine. A `cache` must hold a proper prefix of the prompt. It ends up
-    holding prompt and output except for the last token; the run ends when they fill its capacity
-    (at most the context). For the next turn of a conversation, pass the same cache again, and the
-    draft's or head's as draft_cache or head_cache. A surrounding autocast is ignored: the model's
-    dtype is used. Raises UserError for invalid arguments.
+    machine. Chains of sampled drafts are verified as a block, unless `rule=accept` is passed.
+
+    A `cache` must hold a proper prefix of the prompt. It ends up holding prompt and output except
+    for the last token; the run ends when they fill its capacity (at most the context). For the next
+    turn of a conversation, pass the same cache again, and the draft's or head's as draft_cache or
+    head_cache. A surrounding autocast is ignored: the model's dtype is used. Raises UserError for
+    invalid arguments.
     """
     method = find_method(method)
     check_objects(model, tokenizer, randomness)
@@ -59,6 +62,7 @@ def stream(
     with without_autocast(model.device):
         options = with_drafter(method, model, tokenizer, options)
         options = with_policies(method, model, validate_options(method, options))
+        options = dict.fromkeys(method.of_kind("rule"), accept_block) | options
     check_sizes(method, model, len(ids), cache, options)
     steps = method.function(model, ids, sampling, randomness, cache=cache, **options)
     if not isinstance(steps, Iterator):

@@ -104,7 +104,7 @@ DraftSampling = Annotated[
 ]
 Cache = Annotated[KVCache | None, Option(kind="cache")]
 Verify = Annotated[
-    Rule, Option("tokens (default) or block", "rule", attribute="__call__", flag="verify")
+    Rule, Option("tokens or block (default)", "rule", attribute="__call__", flag="verify")
 ]
 
 
