@@ -397,7 +397,7 @@ MUTANTS = [
            ((lookahead, "combined_mask", guesses_see_the_window),)),
     Mutant("prediction emitted during warm-up", "greedy", "lookahead window=2, ngram=4",
            ((lookahead, "score_and_accept", warm_up_verified),)),
-    Mutant("padding treated as a token", "exact", "medusa tree 0000", in_accept(padding_matches)),
+    Mutant("padding treated as a token", "exact", "tree deep, one-hot", in_accept(padding_matches)),
     Mutant("root is always the argmax", "exact", "medusa tree 0000",
            in_accept(argmax_root)),
     Mutant("p / q test for the heads' top tokens", "exact", "medusa tree 0000",
