@@ -29,7 +29,7 @@ MIN_ENTROPY = 0.25  # bits per token; samples from sharper distributions prove l
 
 
 class Request(NamedTuple):
-    """What a decoder is asked for."""
+    """A request to a decoder."""
 
     prompt: list[int]
     n: int  # the maximum number of new tokens

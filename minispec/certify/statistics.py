@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 
 import torch
 
 FALSE_ALARM = 1e-6  # probability that one statistical check fails a correct decoder
 Distribution = dict[tuple[int, ...], float]  # tokens -> probability
+Cell = tuple[float, float]  # of a χ² test: two counts, observed and expected or of two samples
 
 
 def chi_square_p(counts: Counter, exact: Distribution) -> float:
@@ -21,7 +22,7 @@ def chi_square_p(counts: Counter, exact: Distribution) -> float:
     if any(exact.get(tokens, 0.0) == 0 for tokens in counts):
         return 0.0
     n = sum(counts.values())
-    pairs = ((counts[key], n * p) for key, p in exact.items())
+    pairs = [(counts[key], n * p) for key, p in exact.items()]
     cells = pool_rare(pairs, lambda observed, expected: expected >= 5)
     return chi_square_tail(2 * sum(g_term(*cell) for cell in cells), len(cells) - 1)
 
@@ -31,23 +32,17 @@ def g_term(observed: float, expected: float) -> float:
     return observed * math.log(observed / expected) if observed else 0.0
 
 
-def pool_rare(
-    cells: Iterable[tuple[float, float]], large: Callable[[float, float], bool]
-) -> list[tuple[float, float]]:
+def pool_rare(cells: list[Cell], large: Callable[[float, float], bool]) -> list[Cell]:
     """Merge all cells of a χ² test that are not large into one."""
-    kept, rare = [], (0.0, 0.0)
-    for a, b in cells:
-        if large(a, b):
-            kept.append((a, b))
-        else:
-            rare = rare[0] + a, rare[1] + b
+    kept = [cell for cell in cells if large(*cell)]
+    rare = tuple(map(sum, zip(*(cell for cell in cells if not large(*cell)))))
     return kept + [rare] if sum(rare) > 0 else kept
 
 
 def two_sample_p(a: Counter, b: Counter) -> float:
     """Return the p-value of the G-test that both counts were drawn from the same distribution."""
     n, m = sum(a.values()), sum(b.values())
-    pairs = ((a[key], b[key]) for key in a.keys() | b.keys())
+    pairs = [(a[key], b[key]) for key in a.keys() | b.keys()]
     cells = pool_rare(pairs, lambda x, y: x + y >= 10)
     share = n / (n + m)  # of the first
     terms = (g_term(x, (x + y) * share) + g_term(y, (x + y) * (1 - share)) for x, y in cells)

@@ -149,7 +149,7 @@ def read_context(keys: CheckedJson, context: int, scaling: dict | None) -> int:
 
 
 def has_window(keys: CheckedJson) -> bool:
-    """Whether any layer has a sliding window, by the rules and defaults of transformers."""
+    """Return whether any layer has a sliding window, by transformers' rules and defaults."""
     kind = keys.raw["model_type"]
     if kind in ("llama", "mistral") or not keys.get("use_sliding_window", BOOLEAN, False):
         return kind == "mistral"  # neither of the two reads use_sliding_window

@@ -29,7 +29,7 @@ TRUE = "true, as heads that read only the last layer are not supported", lambda 
 
 
 def is_eagle3(source: Place) -> bool:
-    """Whether a directory, a hub id or a file in a directory holds an EAGLE-3 head."""
+    """Return whether a directory, a hub id or a file in a directory holds an EAGLE-3 head."""
     return "draft_vocab_size" in config_of(source).raw
 
 

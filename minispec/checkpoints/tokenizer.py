@@ -101,7 +101,7 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
     def matches(self, other: "Tokenizer | str") -> bool:
-        """Whether the tokenizers, of which the other may be a fingerprint, differ at most in added
+        """Return whether the tokenizers (or a fingerprint of the other) differ at most in added
         tokens. An old fingerprint, a single hash, may only lack the last tokens of this one."""
         added = self.added_tokens
         if isinstance(other, Tokenizer):

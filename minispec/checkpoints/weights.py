@@ -112,7 +112,7 @@ def fill(
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor infinity. A finite sum proves it, without the memory of
+    """Return whether no value is NaN or infinite. A finite sum proves it, without the memory of
     `isfinite`, which is needed only if large values make the sum overflow."""
     if tensor.sum().isfinite():
         return True

@@ -40,7 +40,7 @@ REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
 
 @dataclass(frozen=True)
 class Limits:
-    """How much may be spent on one examination."""
+    """The time and the work that one examination may take."""
 
     seconds: float = 180.0  # approximately
     runs: int = examination.MAX_RUNS  # of one statistical row
@@ -165,11 +165,10 @@ def is_greedy_in_turn(exam: Examination, other: Examination, prompts: list[list[
     """Check greedy answers of two checkpoints that are asked alternately."""
     if other.baseline and not exam.baseline:  # it is the baseline that is judged
         other = other.without_baseline()
-    for prompt in prompts:
-        for one in exam, replace(other, evidence=exam.evidence):
-            passed, detail = is_greedy(one, [prompt], 12, (GREEDY,))
-            if not passed:
-                return passed, detail
+    for prompt, one in product(prompts, (exam, replace(other, evidence=exam.evidence))):
+        passed, detail = is_greedy(one, [prompt], 12, (GREEDY,))
+        if not passed:
+            return passed, detail
     return True, f"{len(prompts)} prompts each"
 
 

@@ -1,7 +1,7 @@
 """A context in which torch's random numbers are choices of an enumerator."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from weakref import WeakKeyDictionary
 
@@ -65,16 +65,11 @@ class InterceptedRandomness(TorchFunctionMode):
             return function(*args, **options)
         return self.operate(function, name, args, options)
 
-    def has_numbers(self, items: Iterable) -> bool:
-        """Return whether random numbers, or views of them, are among nested arguments."""
-        for x in items:
-            kind = type(x)
-            if kind in (tuple, list, dict):
-                if self.has_numbers(x.values() if kind is dict else x):
-                    return True
-            elif kind is SymbolicUniform or (self.memory and storage_of(x) in self.memory):
-                return True
-        return False
+    def has_numbers(self, x) -> bool:
+        """Return whether x is, or holds, random numbers or views of them."""
+        if type(x) in (tuple, list, dict):
+            return any(map(self.has_numbers, x.values() if type(x) is dict else x))
+        return type(x) is SymbolicUniform or bool(self.memory and storage_of(x) in self.memory)
 
     def draw(self, function: Callable, name: str, args: tuple, options: dict):
         """Call one of torch's random functions."""

@@ -96,7 +96,7 @@ class ServerContext(Examination):
 
     @property
     def has_ids(self) -> bool:
-        """Whether all servers return token ids."""
+        """Return whether all servers return token ids."""
         return all(server.returns_ids for server in self.servers)
 
     def as_received(self, prompt: list[int]) -> list[int]:
