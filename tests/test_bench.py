@@ -56,7 +56,7 @@ def others(monkeypatch) -> SimpleNamespace:
             elapsed, busy = elapsed + 1, busy + share * (i % 2 == 0)
 
     times = readings()
-    monkeypatch.setattr(bench, "others_share_now", lambda: shares.before)
+    monkeypatch.setattr(measure, "others_share_now", lambda: shares.before)
     monkeypatch.setattr(measure, "read_cpu_seconds", lambda: next(times))
     return shares
 

@@ -25,15 +25,7 @@ from itertools import product
 from pathlib import Path
 
 from minispec import cli, distributed
-from minispec.bench import plan
-from minispec.bench.measure import (
-    check_others,
-    measure,
-    measure_machine,
-    others_share_now,
-    table_of,
-    watch,
-)
+from minispec.bench import measure, plan
 from minispec.bench.methods import Methods, methods_of, methods_of_flags
 from minispec.bench.prompts import Prompts, prompts_of
 from minispec.bench.shapes import MODEL_SHAPES, oracle_methods, random_weights
@@ -150,17 +142,18 @@ def run(args: argparse.Namespace, about: dict) -> dict:
     kind fails, the Markdown table of those before it is still printed."""
     distributed.join_tensor_parallel()
     model, tokenizer, kinds, methods = prepare(args)
-    machine, tables = measure_machine(model), []
+    machine, tables = measure.measure_machine(model), []
     as_text = not (args.json or args.markdown)
     if as_text:
         show_machine(machine, model)
     try:
         for (kind, prompts), t in product(kinds.items(), args.temperature):
-            once = partial(measure, model, tokenizer, methods, prompts, args.max_new_tokens, t)
-            repeats, share = watch(lambda: [once() for _ in range(args.repeats)])
-            check_others(share, f"while {kind} (temperature {t:g}) was measured",
+            arguments = model, tokenizer, methods, prompts, args.max_new_tokens, t
+            once = partial(measure.measure, *arguments)
+            repeats, share = measure.watch(lambda: [once() for _ in range(args.repeats)])
+            measure.check_others(share, f"while {kind} (temperature {t:g}) was measured",
                          "its table is omitted", args.busy)  # fmt: skip
-            table = table_of(kind, t, repeats, machine)
+            table = measure.table_of(kind, t, repeats, machine)
             tables.append([row | {"others_share": share} for row in table])
             if as_text:
                 print(f"\n{kind}, {len(prompts)} prompts, temperature {t:g}")
@@ -189,7 +182,8 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
             if unlisted := unlisted_eos_warning(model, tokenizer):
                 cli.note(unlisted)
     # wrong input has been reported by now, and what follows measures products
-    check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
+    share = measure.others_share_now()
+    measure.check_others(share, "before the measurement", "nothing was measured", args.busy)
     drafts = (options.get("draft") for options in methods.values())
     for network in dict.fromkeys([model, *filter(None, drafts)]):
         optimize(network, int8=args.quantize == "int8", compiled=args.compile)
