@@ -14,8 +14,8 @@ import torch
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Lookup, Proposer
 from lessons.assignments.grading import counted_passes, expected
 from minispec.certify.common import Verdict
-from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.functions.checks import Limits, check_implementation
+from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.methods import cases, checks
 from minispec.certify.methods.cases import bound, every_path, greedy_cases
 from minispec.certify.methods.checks import check_cache, check_exact, ending_difference
