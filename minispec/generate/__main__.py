@@ -71,8 +71,10 @@ def parser() -> Parser:
                    help="directory, hub id or .gguf (default: the toy, if shipped, else SmolLM2)")
     specific = p.add_argument_group("method-specific options")
     for name, helps in option_flags().items():
-        option, default = find_method(next(iter(helps))).options.get(name, (None, 0))
-        files = name in ("heads", "tree") or option and option.kind in ("weights", "vocabulary")
+        options = find_method(next(iter(helps))).options.items()
+        found = (x for argument, x in options if name in (argument, x[0].flag))
+        option, default = next(found, (None, 0))
+        files = name == "tree" or option and option.kind in ("weights", "vocabulary")
         settings = {"type": Source if files else number(1) if option is None else str}
         settings = {"action": "store_const", "const": True} if default is False else settings
         texts = {text: ", ".join(m for m in helps if helps[m] == text) for text in helps.values()}
