@@ -53,9 +53,11 @@ def scripted(text_tokens: list[int], block: int):
     """A method that emits these tokens, `block` per round, as if all its drafts were accepted."""
 
     def method(model, prompt, sampling, randomness, *, cache=None) -> Iterator[Step]:
+        model.prefill(prompt[cache.length : -1], cache)
         yield Step()
         for at in range(0, len(text_tokens), block):
             new = text_tokens[at : at + block]
+            cache.commit(list(range(len(new))))
             yield Step(new, Tree.chain(0, new[:-1]), list(range(len(new))))
 
     return method
