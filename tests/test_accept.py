@@ -78,9 +78,9 @@ def test_the_first_two_tokens_are_distributed_as_the_targets(kind, seed):
 def test_greedy_follows_the_argmax_whatever_is_proposed():
     tree = Tree([9, 5, 3, 7, 8], [-1, 0, 0, 2, 2])
     #  root -> 3 (node 2) -> 8 (node 4) -> 6
-    path, fresh, *_ = accept(OneHot([3, 0, 8, 0, 6], 10), tree, Seeded())
-    assert (path, fresh) == ([0, 2, 4], 6)
-    assert accept(OneHot([4, 0, 8, 0, 6], 10), tree, Seeded()) == ([0], 4)
+    greedy = accept(OneHot([3, 0, 8, 0, 6], 10), tree, Seeded())
+    assert greedy == ([0, 2, 4], 6, {1: 0.0, 2: 1.0, 3: 0.0, 4: 1.0})  # with all chances
+    assert accept(OneHot([4, 0, 8, 0, 6], 10), tree, Seeded()) == ([0], 4, {1: 0.0, 2: 0.0})
 
 
 def test_a_draft_from_the_target_itself_is_always_accepted():

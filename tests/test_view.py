@@ -28,6 +28,7 @@ from minispec.generate import __main__ as generate
 from minispec.generate.run import Chunk
 from minispec.sampling import probs
 from minispec.tree import Step, Tree
+from minispec.verify import accept
 
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 BLUE, VERMILION, GREEN = "38;5;32", "38;5;166", "38;5;29"
@@ -84,7 +85,7 @@ def test_distributions_equal_those_of_plain_forward_passes(method, temperature):
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"autoregressive", "medusa-typical"}))
 def test_chances_equal_those_drawn_in_the_run(method):
     model, recorder = random_model(), ChanceRecorder(3)
-    run, data = traced(method, 0.8, model, randomness=recorder)
+    run, data = traced(method, 0.8, model, randomness=recorder, rule=accept)
     shown, drawn = [], []
     for entry in data["passes"]:
         parents, path = entry["tree"]["parents"], entry["tree"]["path"]
@@ -96,6 +97,18 @@ def test_chances_equal_those_drawn_in_the_run(method):
     if method not in ("speculative", "fastmtp", "hybrid", "eagle3"):  # these draw their drafts
         expected = [float(p[x]) for p, x in zip(recorder.probs, recorder.drawn)]
         assert drawn == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["speculative", "fastmtp"])
+def test_chances_of_a_block_equal_those_drawn_in_the_run(method):
+    """The longest block is tried first, until one is accepted."""
+    model, recorder = random_model(), ChanceRecorder(3)
+    run, data = traced(method, 0.8, model, randomness=recorder)  # the default rule
+    shown = []
+    for entry in data["passes"]:
+        accepted = len(entry["tree"]["path"]) - 1
+        shown += entry["chance"][:0:-1][: len(entry["chance"]) - max(accepted, 1)]
+    assert shown == pytest.approx(recorder.chances, rel=1e-3) and len(shown) > 9
 
 
 def test_greedy_and_typical_decisions():
