@@ -1,5 +1,5 @@
-"""Compare block with token verification: tokens per pass of a FastMTP head's sampled chains with each
-rule, and how many drafts both rules are expected to accept in the same rounds. Run by hand:
+"""Compare block with token verification: tokens per pass of a FastMTP head's sampled chains with
+each rule, and how many drafts both are expected to accept in the same rounds. Run by hand:
 
     python tests/compare_rules.py smollm2 weights/smollm2/prompts.jsonl --k 3 --temperature 0.7
 """

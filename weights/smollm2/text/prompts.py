@@ -28,7 +28,8 @@ QUESTIONS = (
 )  # fmt: skip
 FOLLOW_UPS = (
     "Can you give me an example?", "Explain it to a five-year-old.", "Why?", "Make it shorter.",
-    "Rewrite your answer as a list.", "Are you sure? Check your answer.", "What else should I know?",
+    "Rewrite your answer as a list.", "Are you sure? Check your answer.",
+    "What else should I know?",
     "Now write the same in a more formal tone.", "What are the disadvantages?",
     "Translate your answer into German.", "Summarize what you just said in one sentence.",
     "How would you explain this to an expert?", "Give me three alternatives.", "Continue.",
@@ -63,9 +64,8 @@ def main(model: str, out: str, *files: str) -> None:
     pairs = [pair for file in files for pair in turns_of(file, tokenizer)]
     if back:
         found = [(re.match(r"Translate English to (\w+): ", q), a) for q, a in pairs]
-        write(out / "back.jsonl", [
-            f"Translate {m[1]} to English: {a.splitlines()[0]}" for m, a in found if m and len(a) > 20
-        ])  # fmt: skip
+        long = [(m[1], a.splitlines()[0]) for m, a in found if m and len(a) > 20]
+        write(out / "back.jsonl", [f"Translate {name} to English: {s}" for name, s in long])
         return
     prose = [(q, a[:1800].rpartition(".")[0] + ".") for q, a in pairs if "```" not in a]
     passages = [(q, a) for q, a in prose if len(a) > 600]
