@@ -14,7 +14,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from half_right import SIZE, half_right
+from half_right import half_right_cases
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -83,16 +83,8 @@ def file_limit(size: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def half_right_drafters(monkeypatch):
-    """The drafters of the certifier's cases, for a target that repeats itself, are half right."""
-
-    def drafter_for(folder, model, seed):
-        repeats = model.config.hidden_size == SIZE
-        return half_right(folder, model, seed) if repeats else original(folder, model, seed)
-
-    original = cases.drafter_for
-    monkeypatch.setattr(cases, "drafter_for", drafter_for)
-    with torch.no_grad():
+def half_right_drafters():
+    with half_right_cases(), torch.no_grad():
         yield
 
 

@@ -7,11 +7,15 @@ and the place in the circle; lm_head reads the next place. The layers disturb th
 text leaves its circle.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from minispec.certify.methods import cases
 from minispec.certify.toys import small_model
 from minispec.methods.eagle3 import Eagle3Head, default_layers
 from minispec.methods.fastmtp import MTPHead
@@ -38,10 +42,10 @@ def blur(module: nn.Module, seed: int, share: float = 0.15) -> nn.Module:
     return module.double().requires_grad_(False).eval()
 
 
-def repeating_model(seed: int, vocab: int = 24, layers: int = 1, **changes) -> Transformer:
+def repeating_model(seed: int, vocab: int = 24, context: int = 256, **changes) -> Transformer:
     """A target that repeats itself, in float64. `changes` are fields of its Config."""
-    model = small_model(seed, vocab, hidden_size=SIZE, head_dim=8, layers=layers, tied=False,
-                        **changes)  # fmt: skip
+    model = small_model(seed, vocab, context, hidden_size=SIZE, head_dim=8, tied=False,
+                        **{"layers": 1} | changes)  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     circles = -(-vocab // PLACES)
     circle = torch.randn(circles, SIZE - PLACES, generator=generator, dtype=torch.float64)
@@ -90,21 +94,33 @@ def mtp_head(model: Transformer, seed: int) -> MTPHead:
 
 
 def eagle3_head(model: Transformer, seed: int) -> Eagle3Head:
-    """The input of the target's first layer, moved to the next place. In each step, attention to
-    the row itself moves it again. Drafts two thirds of the tokens."""
-    c, d = model.config, SIZE
-    ids = [token for token in range(c.vocab_size) if token % 3 != seed % 3]
+    """Keeps the circle of the token that entered the target's first layer. Attention to the row
+    itself replaces the place by that of the row's token. Drafts four fifths of the tokens."""
+    c, places = model.config, torch.arange(PLACES)
+    ids = [token for token in range(c.vocab_size) if token % 5 != seed % 5]
     head = Eagle3Head(c, c, ids, default_layers(c.layers)).double()
     for p in head.parameters():
         p.data.fill_(1.0 if p.dim() == 1 else 0.0)
-    head.fc.weight.data[:, :d] = next_place()
+    head.fc.weight.data[PLACES:, PLACES:SIZE] = torch.eye(SIZE - PLACES)
     head.lm_head.weight.data = model.lm_head.weight[ids].clone()
     attention = head.midlayer.self_attn
-    for h in range(c.heads):  # the closest row scores highest, by its rotation
-        attention.q_proj.weight.data[h * c.head_dim : h * c.head_dim + 2, :PLACES] = 2.0
-    for h in range(c.kv_heads):
-        attention.k_proj.weight.data[h * c.head_dim : h * c.head_dim + 2, :PLACES] = 2.0
-    places = torch.arange(PLACES)
-    attention.v_proj.weight.data[places, d + places] = 1.0  # of the hidden state
-    attention.o_proj.weight.data[:, :PLACES] = (next_place() - next_place(0))[:, :PLACES]
+    for matrix in attention.q_proj, attention.k_proj:  # the same: the closest row scores highest
+        matrix.weight.data.view(-1, c.head_dim, 2 * SIZE)[:, :2, :PLACES] = 2.0
+    attention.v_proj.weight.data[places, places] = 1.0  # of the token
+    attention.v_proj.weight.data[PLACES + places, SIZE + places] = 1.0  # of the hidden state
+    change = torch.cat([torch.eye(PLACES), -torch.eye(PLACES)], 1)
+    attention.o_proj.weight.data[:PLACES, : 2 * PLACES] = change
     return blur(head, seed)
+
+
+@contextlib.contextmanager
+def half_right_cases() -> Iterator[None]:
+    """The certifier's cases have these drafters if their target is a `repeating_model`."""
+
+    def drafter_for(folder, model, seed):
+        repeats = model.config.hidden_size == SIZE
+        return half_right(folder, model, seed) if repeats else original(folder, model, seed)
+
+    original = cases.drafter_for
+    with mock.patch.object(cases, "drafter_for", drafter_for):
+        yield

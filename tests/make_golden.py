@@ -1,6 +1,7 @@
 """Write tests/golden: tiny random checkpoints of every family, with the outputs of transformers.
 
     make golden        (needs the `reference` dependencies)
+    python tests/make_golden.py rounds        (only golden_rounds.json, which needs nothing else)
 
 Each folder holds a checkpoint as transformers saves it and golden.safetensors: tokens, their
 logits in float32 and float64, and 64 greedy tokens of the float64 model. transformers computes
@@ -10,19 +11,23 @@ so the float64 logits are exact to the last digits and can be compared to within
 
 import copy
 import json
+import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from torch.overrides import TorchFunctionMode
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minispec.checkpoints.weights import write_json
+
+if sys.argv[1:] != ["rounds"]:
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = dict(
@@ -320,7 +325,21 @@ def make_published() -> None:
     write_json(GOLDEN.parent / "golden_published.json", golden, indent=1)
 
 
+def make_rounds() -> None:
+    """Write golden_rounds.json: how many tokens a round of each method brings today."""
+    sys.path.insert(0, str(GOLDEN.parent.parent))
+    import test_rounds
+
+    golden = {method: test_rounds.all_means(method) for method in test_rounds.METHODS}
+    lists = re.compile(r"\[.*?\]", re.S)  # each on one line
+    text = lists.sub(lambda found: " ".join(found[0].split()), json.dumps(golden, indent=1))
+    test_rounds.GOLDEN.write_text(text + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
+    make_rounds()
+    if sys.argv[1:] == ["rounds"]:
+        sys.exit()
     make_probs()
     make_tokenizers()
     make_published()
