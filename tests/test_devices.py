@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("half_right_drafters")
 def prepare(case: str) -> tuple[Transformer, dict]:
     """A model that repeats itself and the options of a case, on the host: building them there is
     faster outside of SimulatedDevice."""
-    model = repeating_model(0)
+    model = repeating_model(4)
     return model, cases.fresh_options(kinds_of_cases(CASES[case], model, 1)[case])
 
 
@@ -65,9 +65,14 @@ def most_waits(method: str, options: dict, step: Step, sampled: bool) -> int:
 
 @pytest.mark.parametrize("case", CASES)
 def test_how_often_a_round_synchronises(case, monkeypatch):
-    """Each level of a tree that a policy expands is one more, as it sees the candidates' values."""
-    levels, width = [], AdaptiveNodes.width
-    monkeypatch.setattr(AdaptiveNodes, "width", lambda *args: levels.append(1) or width(*args))
+    """Each level of a tree that a policy may expand is one more: it sees the candidates' values."""
+
+    def width(policy, level, values):
+        levels.extend([level] * (level < policy.max_depth))
+        return original(policy, level, values)
+
+    levels, original = [], AdaptiveNodes.width
+    monkeypatch.setattr(AdaptiveNodes, "width", width)
     model, options = prepare(case)
     with SimulatedDevice():
         options = to_device(model, options)
