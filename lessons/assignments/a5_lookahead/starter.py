@@ -138,8 +138,8 @@ def lookahead(
 
     The window begins with the prompt (`Window(prompt, window, ngram)`), the pool is empty or, with
     `pool_from_prompt`, holds the prompt's n-grams. A round's tree merges the pool's continuations
-    of the newest token. One pass scores the tree and, behind it, the window's tokens; `accept` sees
-    the tree's rows only, and only its path is committed. What the model says at `predicting_rows`
+    of the newest token. One pass scores the tree and, behind it, the window's tokens; `accept`
+    (path, next token, chances) sees the tree's rows only, and only its path is committed. What the model says at `predicting_rows`
     goes into `advance`, the n-grams that come out of it into the pool, and with `pool_from_prompt`
     those that end in new tokens as well. Not graded: the end of the context.
 
