@@ -139,9 +139,10 @@ def lookahead(
     The window begins with the prompt (`Window(prompt, window, ngram)`), the pool is empty or, with
     `pool_from_prompt`, holds the prompt's n-grams. A round's tree merges the pool's continuations
     of the newest token. One pass scores the tree and, behind it, the window's tokens; `accept`
-    (path, next token, chances) sees the tree's rows only, and only its path is committed. What the model says at `predicting_rows`
-    goes into `advance`, the n-grams that come out of it into the pool, and with `pool_from_prompt`
-    those that end in new tokens as well. Not graded: the end of the context.
+    (path, next token, chances) sees the tree's rows only, and only its path is committed. What the
+    model says at `predicting_rows` goes into `advance`, the n-grams that come out of it into the
+    pool, and with `pool_from_prompt` those that end in new tokens as well. Not graded: the end of
+    the context.
 
     Example: the newest token is 7, and the pool knows 4, 5 and 4, 6 after it. The tree is 7 with
     the child 4, which has the children 5 and 6. The target says 4 and then 8, so the new tokens are
