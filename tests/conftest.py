@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import Parameter
 from pathlib import Path
 from types import FunctionType
 
@@ -34,6 +35,13 @@ from minispec.methods.medusa import MedusaHeads, new_heads
 from minispec.model import Config, Transformer
 from minispec.tree import Tree
 
+DECLARED = {name: find_method(name) for name in METHODS}
+NEEDS = {  # the draft or heads that a method cannot do without
+    name: argument for name, method in DECLARED.items() for argument in method.of_kind("weights")
+    if method.options[argument][1] is Parameter.empty
+}  # fmt: skip
+AUTO = [(name, argument) for name, method in DECLARED.items()
+        for argument, (option, _) in method.options.items() if option.auto]  # fmt: skip
 torch.set_num_threads(1)  # the tests' tensors are tiny: a second thread would only slow them down
 cost.TURN_SECONDS = 0.0  # no test needs accurate costs
 products.TURNS = 1

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import method_options, random_model
+from conftest import DECLARED, NEEDS, method_options, random_model
 
 from minispec.certify.toys import random_medusa_heads, random_mtp_head
 from minispec.fast.cost import cost_curve
@@ -211,10 +211,12 @@ class Scripted:
         self.observed.append((drafted, accepted))
 
 
-@pytest.mark.parametrize("method", ["speculative", "fastmtp"])
+@pytest.mark.parametrize("method", [
+    name for name in NEEDS if "k" in DECLARED[name].options
+])  # fmt: skip
 def test_a_policy_chooses_before_each_round_and_observes_after_it(method):
     model, policy = random_model(context=40), Scripted()
-    drafter = {"draft": model} if method == "speculative" else {"head": random_mtp_head(model, 0)}
+    drafter = method_options(model)[method]
     run = decode(model, None, [1, 2], method, k=policy, max_new_tokens=1000, **drafter)
     assert run.tokens == decode(model, None, [1, 2], max_new_tokens=1000).tokens
     outcomes = [(len(step.tree) - 1, len(step.path) - 1) for step in run.rounds]
@@ -224,18 +226,19 @@ def test_a_policy_chooses_before_each_round_and_observes_after_it(method):
     assert [drafted for drafted, _ in outcomes[:4]] == [1, 5, 0, 2]
 
 
-@pytest.mark.parametrize("method", ["speculative", "medusa", "fastmtp"])
+@pytest.mark.parametrize("method", NEEDS)
 def test_a_plain_step_runs_neither_draft_nor_heads(method, monkeypatch):
     """After the prefill, they run only in the rounds that draft."""
     model, calls = random_model(context=64), []
     options = method_options(model)[method]
     (drafter,) = (x for x in options.values() if isinstance(x, torch.nn.Module))
     drafter.register_forward_hook(lambda *_: calls.append(True))
-    name, never = ("k", AdaptiveK(STEEP, 1.0)) if method != "medusa" else (
+    chains = "k" in DECLARED[method].options
+    name, never = ("k", AdaptiveK(STEEP, 1.0)) if chains else (
         "tree", AdaptiveTree(STEEP, 1.0, torch.zeros(4, 10)))  # fmt: skip
     run = stream(model, None, [1, 2, 3], method, max_new_tokens=30, **options | {name: never})
     before = [len(calls) for _ in run]
-    assert len(before) == 30 and len(calls) == (method != "medusa")  # the prefill
+    assert len(before) == 30 and len(calls) == chains  # the prefill
     run = decode(model, None, [1, 2, 3], method, max_new_tokens=30, **options)
     plain = decode(model, None, [1, 2, 3], max_new_tokens=30)
     assert len(calls) > 10 and run.tokens == plain.tokens

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import method_options, random_model
+from conftest import AUTO, DECLARED, method_options, random_model
 
 from minispec.cache import KVCache
 from minispec.certify.toys import random_medusa_heads
@@ -30,8 +30,7 @@ def test_the_cost_of_heads_is_measured_again_when_the_vocabulary_changes():
 
 
 @pytest.mark.parametrize("rows", [200, 1536])
-@pytest.mark.parametrize("method, name", [("speculative", "k"), ("medusa", "tree"),
-                                          ("fastmtp", "k"), ("hybrid", "k")])  # fmt: skip
+@pytest.mark.parametrize("method, name", [x for x in AUTO if DECLARED[x[0]].of_kind("weights")])
 def test_costs_are_measured_with_the_capacity_of_decoding(method, name, rows, monkeypatch):
     """That of a short text. On a GPU, another capacity would need graphs of its own."""
     model, new_cache, capacities = random_model(context=rows), KVCache.__init__, set()

@@ -35,7 +35,7 @@ from minispec.fast import (
 )
 from minispec.fast.graphs import compile_passes
 from minispec.fast.products import INT8_PRODUCTS, PRODUCTS, TIMED_ROWS, MeasuredLinear
-from minispec.generate import decode
+from minispec.generate import METHODS, decode
 from minispec.methods.vocabulary import Compressed, Language
 
 
@@ -446,9 +446,9 @@ def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, mon
         layers = options["eagle3"]["head"].feature_layers
         assert graphs.is_compiled(options["eagle3"]["head"])
         assert model.model.forward.graphs.keys() == {(), layers}
-        for method in "autoregressive", "prompt-lookup", "lookahead", "fastmtp", "eagle3":
-            run = decode(model, None, prompt, method, max_new_tokens=60, **options.get(method, {}))
-            assert run.tokens == expected
+        for method in METHODS:
+            run = decode(model, None, prompt, method, max_new_tokens=60, **options[method])
+            assert run.tokens == expected, method
     assert len(list(tmp_path.glob("*.pt2"))) == 4
 
 

@@ -7,18 +7,20 @@ import os
 
 import pytest
 import torch
-from conftest import method_options, random_model, random_tokens
+from conftest import AUTO, method_options, random_model, random_tokens
 
 from minispec.fast import optimize, optimize_drafter
-from minispec.generate import decode
+from minispec.generate import METHODS, decode
 from minispec.model import Transformer
 from minispec.tree import Tree
 
 pytestmark = pytest.mark.gpu
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
-METHODS = ["autoregressive", "speculative", "prompt-lookup", "medusa", "jacobi", "lookahead",
-           "fastmtp"]  # fmt: skip
-ADAPTIVE = {"speculative": {"k": "auto"}, "medusa": {"tree": "auto"}, "fastmtp": {"k": "auto"}}
+
+
+def changes_of(method: str) -> list[dict]:
+    """No options, and each that may be "auto"."""
+    return [{}, *({argument: "auto"} for name, argument in AUTO if name == method)]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def optimized(request) -> Transformer:
 def test_every_method_equals_plain_decoding(method, plain):
     model = random_model(3).to(DEVICE)
     options = method_options(model).get(method, {})
-    for changes in {}, ADAPTIVE.get(method, {}):
+    for changes in changes_of(method):
         settings = options | changes
         run = decode(model, None, random_tokens(20), method, max_new_tokens=60, **settings)
         assert run.tokens == plain
@@ -49,7 +51,7 @@ def test_every_method_equals_plain_decoding(method, plain):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_equals_plain_decoding_with_graphs(method, plain, optimized):
-    for changes in {}, ADAPTIVE.get(method, {}):
+    for changes in changes_of(method):
         options = method_options(optimized).get(method, {}) | changes
         optimize_drafter(options, optimized)
         for _ in range(2):  # graphs are captured, then replayed
@@ -61,7 +63,7 @@ def test_every_method_equals_plain_decoding_with_graphs(method, plain, optimized
 
 def test_decoding_runs_in_bfloat16():
     model = random_model().to(DEVICE).bfloat16()
-    for method in "lookahead", "medusa":
+    for method in METHODS:
         options = {name: x.bfloat16() if hasattr(x, "bfloat16") else x
                    for name, x in method_options(model).get(method, {}).items()}  # fmt: skip
         run = decode(model, None, [1, 2, 3], method, max_new_tokens=40, **options)

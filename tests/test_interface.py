@@ -3,13 +3,22 @@
 import itertools
 import json
 from fractions import Fraction
-from inspect import Parameter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TOKENIZER, byte_model, method_options, random_model, random_tokens
+from conftest import (
+    AUTO,
+    DECLARED,
+    NEEDS,
+    ROOT,
+    TOKENIZER,
+    byte_model,
+    method_options,
+    random_model,
+    random_tokens,
+)
 
 from minispec import UserError, load
 from minispec.certify.toys import (
@@ -21,16 +30,8 @@ from minispec.certify.toys import (
 from minispec.checkpoints.heads import save_mtp
 from minispec.checkpoints.load import save
 from minispec.generate import METHODS, decode, drafters, stream
-from minispec.methods import find_method
 
 PROMPT = "Once upon a time"
-DECLARED = {name: find_method(name) for name in METHODS}
-NEEDS = {  # what a method cannot do without
-    name: argument for name, method in DECLARED.items() for argument in method.of_kind("weights")
-    if method.options[argument][1] is Parameter.empty
-}  # fmt: skip
-AUTO = [(name, {argument: "auto"}) for name, method in DECLARED.items()
-        for argument, (option, _) in method.options.items() if option.auto]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def shipped():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
-    [*((name, {}) for name in METHODS), *AUTO,
+    [*((name, {}) for name in METHODS), *((name, {argument: "auto"}) for name, argument in AUTO),
      *((name, {"vocabulary": None}) for name in METHODS if DECLARED[name].of_kind("vocabulary"))],
 )  # fmt: skip
 def test_a_method_s_name_is_enough_if_its_weights_are_next_to_the_model(shipped, method, options):
@@ -237,8 +238,8 @@ def test_a_surrounding_autocast_changes_nothing(method, dtype):
     with torch.autocast("cpu", dtype):
         run = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
         assert run.tokens == plain.tokens
-        for _, auto in (case for case in AUTO if case[0] == method):
-            decode(model, None, [1, 2], method, max_new_tokens=9, **options | auto)
+        for _, name in (case for case in AUTO if case[0] == method):
+            decode(model, None, [1, 2], method, max_new_tokens=9, **options | {name: "auto"})
         assert torch.is_autocast_enabled("cpu")
 
 

@@ -6,6 +6,8 @@ import random
 import pytest
 import torch
 from conftest import (
+    AUTO,
+    NEEDS,
     TOKENIZER,
     byte_model,
     byte_tokenizer,
@@ -125,7 +127,7 @@ def test_a_draft_may_have_other_added_tokens_but_not_another_vocabulary():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["speculative", "medusa", "fastmtp"])
+@pytest.mark.parametrize("method", NEEDS)
 def test_a_broken_draft_costs_speed_but_changes_no_output(method, temperature):
     """All weights of the draft are NaN, and so are its logits."""
     model = random_model()
@@ -135,7 +137,7 @@ def test_a_broken_draft_costs_speed_but_changes_no_output(method, temperature):
     for p in drafter.parameters():
         if p.data_ptr() not in target_weights:
             p.data.fill_(math.nan)
-    policies = [{}, {"tree": "auto"}] if method == "medusa" else [{}, {"k": "auto"}]
+    policies = [{}, *({argument: "auto"} for name, argument in AUTO if name == method)]
     for policy in policies:
         run = decode(model, None, [1, 2, 3], method, max_new_tokens=20, temperature=temperature,
                      **options | policy)  # fmt: skip

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 from conftest import (
+    DECLARED,
+    NEEDS,
     TOKENIZER,
     VOCAB,
     browser,
@@ -82,7 +84,9 @@ def test_distributions_equal_those_of_plain_forward_passes(method, temperature):
     assert any(len(step.tree) > 1 for step in run.rounds) == (method != "autoregressive")
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"autoregressive", "medusa-typical"}))
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if DECLARED[name].lossless and name != "autoregressive"]
+)
 def test_chances_equal_those_drawn_in_the_run(method):
     model, recorder = random_model(), ChanceRecorder(3)
     run, data = traced(method, 0.8, model, randomness=recorder, rule=accept)
@@ -94,12 +98,12 @@ def test_chances_equal_those_drawn_in_the_run(method):
                       and entry["chance"][i] is not None]  # fmt: skip
         drawn.append(entry["drawn"])
     assert shown == pytest.approx(recorder.chances, rel=1e-3) and len(shown) > 3
-    if method not in ("speculative", "fastmtp", "hybrid", "eagle3"):  # these draw their drafts
+    if not DECLARED[method].of_kind("sampling"):  # the others draw their drafts
         expected = [float(p[x]) for p, x in zip(recorder.probs, recorder.drawn)]
         assert drawn == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("method", ["speculative", "fastmtp"])
+@pytest.mark.parametrize("method", [m for m in NEEDS if DECLARED[m].of_kind("rule")])
 def test_chances_of_a_block_equal_those_drawn_in_the_run(method):
     """The longest block is tried first, until one is accepted."""
     model, recorder = random_model(), ChanceRecorder(3)

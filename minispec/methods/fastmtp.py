@@ -322,7 +322,7 @@ def fastmtp(
     cache = cache or model.new_cache()
     drafter = head.start(model, cache, head_cache)
     source = HeadSource(drafter, head.vocabulary(model, vocabulary), k, tree, draft_sampling)
-    return draft_and_verify(model, cache, list(prompt), source, sampling, randomness, rule)
+    yield from draft_and_verify(model, cache, list(prompt), source, sampling, randomness, rule)
 
 
 def draft_and_verify(

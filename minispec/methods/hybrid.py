@@ -104,7 +104,7 @@ def hybrid(
     )  # fmt: skip
     vocabulary = FullVocabulary(model) if head is None else head.vocabulary(model, vocabulary)
     source = CopiesFirst(HeadSource(drafter, vocabulary, k, tree, draft_sampling), lookup_k)
-    return draft_and_verify(model, cache, list(prompt), source, sampling, randomness, rule)
+    yield from draft_and_verify(model, cache, list(prompt), source, sampling, randomness, rule)
 
 
 class CopiesFirst:
