@@ -205,11 +205,12 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 def parse_options(args: argparse.Namespace) -> dict:
     """The options of the method that need no model: from its flags and from --option."""
-    given = {}
+    given, flags = {}, option_flags()
     for name, (option, _) in args.method.options.items():
-        text = getattr(args, flag_of(args.method, name), None)
+        flag = flag_of(args.method, name)
+        text = getattr(args, flag) if flag in flags else None
         if text is not None and option.kind in ("number", "paths", "sampling", "rule"):
-            given[name] = flag_name(flag_of(args.method, name)), text
+            given[name] = flag_name(flag), text
     for pair in args.option:
         name, equals, text = pair.partition("=")
         name = name.replace("-", "_")
@@ -244,7 +245,7 @@ def drafting_options(
 ) -> dict:
     """What the method drafts with, from its flags or from next to the model."""
     weights = args.method.of_kind("weights")
-    sources = {name: getattr(args, flag_of(args.method, name)) for name in weights}
+    sources = {name: getattr(args, flag_of(args.method, name), None) for name in weights}
     sources = {name: source for name, source in sources.items() if source is not None}
     folders = {name: weights[name].folder for name in sources}
     loaded = {}
