@@ -81,7 +81,7 @@ def load_drafter(
         folder = next(option.folder for option in find_method(folder).of_kind("weights").values())
     source = find_drafter(folder, model) if source is None else source
     if source is None:
-        raise UserError(f"there is no folder {folder} next to {getattr(model, 'source', 'the model')}")
+        raise UserError(f"there is no folder {folder} next to {model.source or 'the model'}")
     if folder == "draft":
         draft, draft_tokenizer = load(source, model.dtype, str(model.device), draft=True)
         check_vocabularies(tokenizer, draft_tokenizer, model, draft)
