@@ -52,7 +52,7 @@ PLACES = {  # the file's functions in the package's order: the module there, and
     "add": ("methods/lookahead", "05"), "lookup": ("methods/lookahead", "05"),
     "jacobi": ("methods/lookahead", "05"), "grow_tree": ("methods/medusa", "04"),
     "release": ("generate", "02"), "rounds": ("generate", "10"),
-    "grow_jointly": ("distill/tree", "04"), "mtp_loss": ("distill", "07"),
+    "grow_jointly": ("distill/medusa", "04"), "mtp_loss": ("distill", "07"),
     "measure_speedup": ("bench", "08"), "greedy_acceptance": ("bench", "03"),
     "next_script": ("certify", "09"), "exact_distribution": ("certify", "09"),
 }  # fmt: skip
