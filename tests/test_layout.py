@@ -6,11 +6,13 @@ import inspect
 import re
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
+from minispec.methods import METHODS
 from minispec.verify import accept
 
 PACKAGE = ROOT / "minispec"
@@ -84,6 +86,60 @@ def test_a_folder_keeps_its_budget_of_lines(folder):
     files = (PACKAGE / folder).rglob("*.py") if folder else PACKAGE.glob("*.py")
     lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
     assert 0.9 * LINES[folder] < lines <= LINES[folder]
+
+
+# ---- lists of methods ----------------------------------------------------------------------------
+
+# where names of methods may stand in a row, and why: the function, class or variable
+OWN_LISTS = {
+    "lessons/assignments/a5_lookahead": "the functions that the assignment asks for",
+    "lessons/assignments/a8_engine": "the proposers that the engine of the assignment runs",
+    "lessons/drawing.py METHOD_COLOURS": "a colour for each method that lesson 10 measures",
+    "lessons/pictures.py EXAMPLES": "the README's pictures: a prompt and options for each",
+    "lessons/solutions/lesson_10.py": "the invented numbers of a task",
+    "tests/test_bench.py": "the rows of one command, and two methods that take turns",
+    "tests/test_captured.py": "the model alone and with one drafter of each kind: more take long",
+    "tests/test_eagle3.py": "the methods that this kind of head drafts for",
+    "tests/test_flags.py test_a_wrong_flag_is_one_line": "messages about these methods",
+    "tests/test_generate.py": "the methods with a head's cache; one with a draft, one without",
+    "tests/test_interface.py test_a_wrong_option": "messages about these methods",
+    "tests/test_interface.py test_drafters_can_be_passed": "arguments of these methods",
+    "tests/test_interface.py test_hybrid": "the methods whose drafters hybrid takes, too",
+    "tests/test_lessons.py GALLERY": "the pages that the Makefile makes, and their lessons",
+    "tests/test_real.py": "how many passes the heads for SmolLM2 save at least",
+}
+
+
+def listed_methods(node: ast.AST) -> set[str]:
+    """The methods that are elements or keys of a literal, or the first entries of its rows. Names
+    next to draft or mtp are those of folders."""
+    entries = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+    rows = [entry.elts[0] if getattr(entry, "elts", None) else entry for entry in entries]
+    names = {row.value for row in rows if isinstance(row, ast.Constant)}
+    return set() if {"draft", "mtp"} & names else {n for n in names if n in METHODS}
+
+
+def named_parts(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """The top-level functions, classes, variables and other statements of a module."""
+    for node in tree.body:
+        target = getattr(node, "targets", [getattr(node, "target", node)])[0]
+        yield getattr(node, "name", getattr(target, "id", "")), node
+
+
+def test_no_list_of_methods_is_written_by_hand():
+    """Lists follow from METHODS and the declarations, as somebody would forget to extend others."""
+    found = set()
+    for folder in "minispec", "tests", "lessons":
+        for path in (ROOT / folder).rglob("*.py"):
+            if (PACKAGE / "methods") in path.parents:
+                continue
+            place = path.relative_to(ROOT).as_posix()
+            for name, part in named_parts(ast.parse(path.read_text(encoding="utf-8"))):
+                if any(len(listed_methods(node)) > 1 for node in ast.walk(part)):
+                    found.add(f"{place} {name}")
+    exempt = {place for place in found if any(place.startswith(own) for own in OWN_LISTS)}
+    assert found == exempt
+    assert all(any(place.startswith(own) for place in found) for own in OWN_LISTS)
 
 
 def test_the_listing_shows_what_there_is():

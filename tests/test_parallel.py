@@ -22,7 +22,15 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from conftest import TOKENIZER, VOCAB, equal_up_to_rounding, random_model, random_tokens, torchrun
+from conftest import (
+    NEEDS,
+    TOKENIZER,
+    VOCAB,
+    equal_up_to_rounding,
+    random_model,
+    random_tokens,
+    torchrun,
+)
 
 from minispec import UserError, distributed, optimize
 from minispec.bench import __main__ as bench
@@ -35,6 +43,7 @@ from minispec.distributed import Group
 from minispec.generate import METHODS, decode, stream
 from minispec.generate.__main__ import main
 from minispec.generate.terminal import show
+from minispec.methods import find_method
 from minispec.model import Transformer, count_parameters
 
 SHAPE = {"heads": 8, "kv_heads": 4, "intermediate_size": 24, "vocab_size": VOCAB, "bos_id": 256}
@@ -117,18 +126,15 @@ def load_parts(folder: Path, size: int, monkeypatch) -> list[Transformer]:
 def test_every_method_generates_what_one_process_does(family, size, monkeypatch):
     prompt, whole = random_tokens(9, vocab=VOCAB), load(family, "float64")[0]
     parts = load_parts(family, size, monkeypatch)
-    drafters = {"speculative": "draft", "fastmtp": "head", "hybrid": "head", "medusa": "heads",
-                "medusa-typical": "heads", "eagle3": "eagle3"}  # fmt: skip
     loaders = {"draft": lambda model: load(family.parent / "draft", "float64")[0],
-               "head": lambda model: load_mtp(family.parent / "mtp", model),
+               "mtp": lambda model: load_mtp(family.parent / "mtp", model),
                "eagle3": lambda model: load_eagle3(family.parent / "eagle3", model),
-               "heads": lambda model: load_medusa(family.parent / "medusa", model)}  # fmt: skip
+               "medusa": lambda model: load_medusa(family.parent / "medusa", model)}  # fmt: skip
     for method in METHODS:
-        argument = drafters.get(method)
-        name = "head" if argument == "eagle3" else argument
-        options = [{name: as_rank(r, size, monkeypatch, loaders[argument], parts[r])}
-                   if argument else {} for r in range(size)]  # fmt: skip
-        alone = {name: loaders[argument](whole)} if argument else {}
+        drafters = [*find_method(method).of_kind("weights").items()][:1]
+        options = [{name: as_rank(r, size, monkeypatch, loaders[option.folder], parts[r])
+                    for name, option in drafters} for r in range(size)]  # fmt: skip
+        alone = {name: loaders[option.folder](whole) for name, option in drafters}
         for sampling in {}, {"temperature": 0.8, "seed": 5}:
             settings = sampling | {"max_new_tokens": 20}
             expected = decode(whole, None, prompt, method, **settings, **alone)
@@ -388,7 +394,7 @@ def in_one_process(capsys, *arguments: str) -> dict:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_command_line_prints_what_one_process_prints(size, tmp_path, capsys):
     model = write_family(tmp_path, FAMILIES["qwen3"])
-    for method in "fastmtp", "eagle3", "speculative", "medusa":
+    for method in NEEDS:
         flags = ["--model", model, "--method", method, "--json", "--dtype", "float64",
                  "--max-new-tokens", "30", "--temperature", "0.7", "--seed", "3"]  # fmt: skip
         flags += ["--quantize", "int8"] if method == "speculative" else []
