@@ -63,7 +63,9 @@ def most_waits(method: str, options: dict, step: Step, sampled: bool) -> int:
     return of_sampled if sampled else greedy
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=pytest.mark.slow if "probing" in case else ()) for case in CASES
+])  # fmt: skip
 def test_how_often_a_round_synchronises(case, monkeypatch):
     """Each level of a tree that a policy may expand is one more: it sees the candidates' values."""
 
