@@ -7,7 +7,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.generate.drafters import with_drafter
 from minispec.generate.run import Run
-from minispec.methods.fastmtp import Drafter
+from minispec.methods.fastmtp import HeadDrafter
 from minispec.model import Transformer
 from minispec.sampling import probs
 
@@ -30,7 +30,7 @@ def p_and_q(model: Transformer, drafter: dict, run: Run) -> tuple[Tensor, Tensor
     text, first = run.prompt + run.tokens, len(run.prompt)
     hidden = model(text)[0]
     draft_head = drafter["vocabulary"].select(text)
-    head = Drafter(drafter["head"], model, drafter["head"].new_cache(len(text)), offset=0)
+    head = HeadDrafter(drafter["head"], model, drafter["head"].new_cache(len(text)), offset=0)
     q = probs(draft_head.logits(head.run(hidden[:-1], text[1:])), Sampling(1.0))
     p = probs(model.logits(hidden[1:]), Sampling(1.0))[:, draft_head.host_ids]
     return p[first - 2 : -1], q[first - 2 : -1]  # row j is about token j + 2

@@ -163,13 +163,13 @@ class FixedK:
 
 class NodePolicy(Protocol):
     """Chooses the tree that a FastMTP head drafts in a round. It may use the head's probabilities,
-    which follow from the text, but nothing that is drawn. The head's probabilities times `trust`
-    are those of acceptance.
+    which follow from the text, but nothing that is drawn. The head's probabilities times
+    `calibration` are those of acceptance.
 
     A round calls `expand`, if the head has anything to read; if it drafts, `width` for one level
     after the other, or `static_shape`; then `choose` and `observe`."""
 
-    trust: float
+    calibration: float
 
     def expand(self, chain: list[float]) -> bool:
         """Return whether the head drafts in this round. `chain` holds the values of other drafts,
@@ -195,7 +195,7 @@ class FixedShape:
 
     n: int
     depth: int
-    trust = 1.0
+    calibration = 1.0
 
     def expand(self, chain: list[float]) -> bool:
         return True

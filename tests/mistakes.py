@@ -6,12 +6,12 @@ from unittest import mock
 import torch
 
 from minispec.methods import medusa
-from minispec.methods.fastmtp import Drafter
+from minispec.methods.fastmtp import HeadDrafter
 from minispec.model import Backbone
 
 propose_ranks = medusa.propose
-chain, extend, receive = Drafter.chain, Drafter.extend, Drafter.receive
-run, expand = Drafter.run, Drafter.expand
+chain, extend, enqueue = HeadDrafter.chain, HeadDrafter.extend, HeadDrafter.enqueue
+run, expand = HeadDrafter.run, HeadDrafter.expand
 
 
 def hidden_of_the_previous_round(heads, draft_head, hidden, *arguments):
@@ -63,7 +63,7 @@ def rows_of_the_tree_kept(self, *arguments):
 def only_after_own_drafts(self, hidden, tokens):
     """The head never reads tokens that were copied from the text."""
     if len(tokens) < 3:
-        receive(self, hidden, tokens)
+        enqueue(self, hidden, tokens)
 
 
 def position_off_by_one(self, *arguments):
@@ -84,7 +84,7 @@ def features_reversed(self, hidden):
     return self.fc(torch.cat(features[::-1], -1))
 
 
-def normed_layers(self, hidden, embedded, ctx):
+def normed_block(self, hidden, embedded, ctx):
     """Later steps read the output after the norm, as those of FastMTP's head do."""
     return self.norm(self.midlayer(hidden, embedded, ctx))
 

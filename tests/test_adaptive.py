@@ -269,7 +269,7 @@ def grow(policy: AdaptiveNodes, children: list[float]) -> tuple[list[int], list[
         widths.append(n)
         level = (level.topk(n).values[:, None] * torch.tensor(children)).flatten()
         found = found + level.tolist()
-    return widths, [policy.trust * value for value in found]
+    return widths, [policy.calibration * value for value in found]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -329,9 +329,9 @@ def test_a_head_that_becomes_right_is_used_again():
 def test_values_are_corrected_by_what_was_accepted_and_plain_steps_follow_bad_rounds():
     policy = AdaptiveNodes([0.0, *(1 + n / 5 for n in range(64))], {1: 0.1})
     for _ in range(20):
-        values = [policy.trust * 0.9] * 4 if policy.expand([]) else []
+        values = [policy.calibration * 0.9] * 4 if policy.expand([]) else []
         policy.observe(policy.choose(values, 64), accepted=0)
-    assert policy.trust < 0.5 and not policy.expand([])
+    assert policy.calibration < 0.5 and not policy.expand([])
     assert policy.choose([], 64) == 0  # a plain step
 
 

@@ -34,7 +34,7 @@ from minispec.distill import Documents, MTPLoss
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
 from minispec.methods.eagle3 import Eagle3Head, Midlayer, default_layers
-from minispec.methods.fastmtp import CHILDREN, Drafter
+from minispec.methods.fastmtp import CHILDREN, HeadDrafter
 from minispec.model import Backbone, Transformer
 from minispec.sampling import Seeded
 
@@ -171,7 +171,7 @@ def chains(seed: int, tmp_path) -> None:
         assert step.tree.tokens[1:] == drafts
         tokens = tokens + step.tokens
         kept = inspect.getgeneratorlocals(rounds)["source"].drafter
-        assert kept.cache.length + kept.unread == cache.length
+        assert kept.cache.length + kept.num_pending == cache.length
 
 
 def trees(seed: int, tmp_path) -> None:
@@ -202,19 +202,22 @@ def test_drafts_are_those_of_the_slow_head(oracle, seed, tmp_path):
     oracle(seed, tmp_path)
 
 
+NORMED_TWICE = {"run_block": mistakes.normed_block, "logits": mistakes.normed_logits}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     "oracle, owner, changes",
     [
-        (chains, Eagle3Head, {"read": mistakes.features_reversed}),
-        (chains, Eagle3Head, {"layers": mistakes.normed_layers, "logits": mistakes.normed_logits}),
-        (trees, Eagle3Head, {"layers": mistakes.normed_layers, "logits": mistakes.normed_logits}),
+        (chains, Eagle3Head, {"project_features": mistakes.features_reversed}),
+        (chains, Eagle3Head, NORMED_TWICE),
+        (trees, Eagle3Head, NORMED_TWICE),
         (chains, checkpoints, {"read_ids": mistakes.d2t_as_ids}),
         (chains, Backbone, {"forward": mistakes.outputs_of_the_layers}),
         (chains, Midlayer, {"forward": mistakes.embedding_second}),
         (chains, Midlayer, {"forward": mistakes.residual_always_before_its_norm}),
-        (trees, Drafter, {"run": mistakes.rows_as_positions}),
-        (trees, Drafter, {"run": mistakes.siblings_seen}),
+        (trees, HeadDrafter, {"run": mistakes.rows_as_positions}),
+        (trees, HeadDrafter, {"run": mistakes.siblings_seen}),
     ],
 )
 def test_the_slow_head_catches_mistakes_that_no_output_shows(oracle, owner, changes, tmp_path):

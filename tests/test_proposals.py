@@ -26,7 +26,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import medusa
 from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes
-from minispec.methods.fastmtp import CHILDREN, Drafter, MTPHead, fastmtp
+from minispec.methods.fastmtp import CHILDREN, HeadDrafter, MTPHead, fastmtp
 from minispec.methods.medusa import with_prefixes
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose
@@ -76,7 +76,7 @@ def mtp_drafts(seed: int) -> None:
         assert step.tree.tokens[1:] == fresh_drafts(head, model, tokens, policy.chosen[-1])
         tokens = tokens + step.tokens
         kept = inspect.getgeneratorlocals(rounds)["source"].drafter
-        fresh = Drafter(head, model, head.new_cache(128), 0)
+        fresh = HeadDrafter(head, model, head.new_cache(128), 0)
         fresh.extend(model(tokens[:-1])[0], tokens[1:])
         rows, pending = kept.cache.length, sum(len(hidden) for hidden, _ in kept.pending)
         assert rows + pending == cache.length == fresh.cache.length
@@ -87,7 +87,7 @@ def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -
     """Argmax drafts, recomputing every row of the head for each of them."""
     hidden, drafts = model(tokens[:-1])[0], []
     for _ in range(k):
-        row = Drafter(head, model, head.new_cache(128), 0).run(hidden, tokens[1:] + drafts)[-1:]
+        row = HeadDrafter(head, model, head.new_cache(128), 0).run(hidden, tokens[1:] + drafts)[-1:]
         drafts.append(int(model.logits(row).argmax()))
         hidden = torch.cat([hidden, row])
     return drafts
@@ -96,7 +96,7 @@ def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -
 class RandomNodes:
     """A policy that chooses the tree's shape and size at random."""
 
-    trust = 1.0
+    calibration = 1.0
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -127,7 +127,7 @@ def mtp_tree(seed: int) -> None:
         assert paths_of(step.tree) == fresh_paths(head, model, tokens, policy)
         tokens = tokens + step.tokens
         drafter = inspect.getgeneratorlocals(rounds)["source"].drafter
-        fresh, rows = Drafter(head, model, head.new_cache(128), 0), drafter.cache.length
+        fresh, rows = HeadDrafter(head, model, head.new_cache(128), 0), drafter.cache.length
         fresh.extend(model(tokens[:-1])[0], tokens[1:])
         assert torch.allclose(drafter.cache.kv[..., :rows, :, :], fresh.cache.kv[..., :rows, :, :])
 
@@ -161,7 +161,7 @@ def fresh_paths(
         for path, value in frontier:
             hidden = model(tokens[:-1])[0]
             for i in range(len(path) + 1):
-                drafter = Drafter(head, model, head.new_cache(128), 0)
+                drafter = HeadDrafter(head, model, head.new_cache(128), 0)
                 output = drafter.run(hidden, [*tokens[1:], *path[:i]])[-1:]
                 hidden = torch.cat([hidden, output])
             best = model.logits(output)[0].softmax(-1).topk(min(CHILDREN, model.config.vocab_size))
@@ -233,14 +233,15 @@ def test_proposals_match_a_slow_oracle(oracle, seed):
     "oracle, owner, changes",
     [
         (medusa_tree, medusa, {"propose": mistakes.hidden_of_the_previous_round}),
-        (mtp_drafts, Drafter, {"extend": mistakes.hidden_before_the_norm}),
-        (mtp_drafts, Drafter, {"extend": mistakes.stale_rows, "chain": mistakes.chain_remembered}),
-        (mtp_drafts, Drafter, {"chain": mistakes.position_off_by_one}),
-        (mtp_tree, Drafter, {"run": mistakes.siblings_seen}),
-        (mtp_tree, Drafter, {"run": mistakes.rows_as_positions}),
-        (mtp_tree, Drafter, {"expand": mistakes.rows_of_the_tree_kept}),
-        (mtp_tree, Drafter, {"extend": mistakes.hidden_before_the_norm}),
-        (hybrid_drafts, Drafter, {"receive": mistakes.only_after_own_drafts}),
+        (mtp_drafts, HeadDrafter, {"extend": mistakes.hidden_before_the_norm}),
+        (mtp_drafts, HeadDrafter,
+         {"extend": mistakes.stale_rows, "chain": mistakes.chain_remembered}),
+        (mtp_drafts, HeadDrafter, {"chain": mistakes.position_off_by_one}),
+        (mtp_tree, HeadDrafter, {"run": mistakes.siblings_seen}),
+        (mtp_tree, HeadDrafter, {"run": mistakes.rows_as_positions}),
+        (mtp_tree, HeadDrafter, {"expand": mistakes.rows_of_the_tree_kept}),
+        (mtp_tree, HeadDrafter, {"extend": mistakes.hidden_before_the_norm}),
+        (hybrid_drafts, HeadDrafter, {"enqueue": mistakes.only_after_own_drafts}),
     ],
 )
 def test_the_oracle_catches_mistakes_that_no_output_shows(oracle, owner, changes):

@@ -207,7 +207,7 @@ def softmaxes(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
 
 
 combined_mask, score_and_accept = lookahead.combined_mask, lookahead.score_and_accept
-chain = fastmtp.Drafter.chain
+chain = fastmtp.HeadDrafter.chain
 
 
 def guesses_see_the_window(tree, window):
@@ -247,7 +247,7 @@ def offsets_as_ids(self, probs: Tensor) -> Tensor:
     return probs.new_full((self.size,), 1e-30).scatter_add(0, offsets, probs)
 
 
-draft = fastmtp.Drafter.draft
+draft = fastmtp.HeadDrafter.draft
 
 
 def text_preferred_after_drawing(self, tokens, k, sampling, randomness, draft_head):
@@ -384,15 +384,15 @@ MUTANTS = [
     Mutant("p / q test for top-k candidates", "exact", "tree wide, one-hot",
            ((cases, "grow", candidates_with_softmax),)),
     Mutant("q over the full vocabulary", "exact", "fastmtp k=2, vocabulary=two",
-           ((fastmtp.Drafter, "chain", probs_over_all),)),
+           ((fastmtp.HeadDrafter, "chain", probs_over_all),)),
     Mutant("head's argmax scored with its softmax", "exact", "fastmtp k=2, draft T=0",
            ((fastmtp, "draw", greedy_draft_with_softmax),)),
     Mutant("d2t taken for token ids", "exact", "eagle3 k=2, T=1",
            ((SubsetIds, "scatter", offsets_as_ids),)),
     Mutant("copied from the text after drawing other drafts", "exact", "hybrid k=1",
-           ((fastmtp.Drafter, "draft", text_preferred_after_drawing),)),
+           ((fastmtp.HeadDrafter, "draft", text_preferred_after_drawing),)),
     Mutant("a plain step chosen after the drafts were drawn", "exact", "fastmtp k=1, T=1",
-           ((fastmtp.Drafter, "chain", plain_step_after_drawing),)),
+           ((fastmtp.HeadDrafter, "chain", plain_step_after_drawing),)),
     Mutant("guesses see the window", "exact", "lookahead window=3, ngram=3",
            ((lookahead, "combined_mask", guesses_see_the_window),)),
     Mutant("prediction emitted during warm-up", "greedy", "lookahead window=2, ngram=4",

@@ -60,9 +60,9 @@ def best_nodes(probs, parents, n):
 
 
 def package_chain(drafter, hidden, tokens, k):
-    fastmtp.Drafter.extend(drafter, hidden, tokens)
+    fastmtp.HeadDrafter.extend(drafter, hidden, tokens)
     vocabulary = FullVocabulary(drafter.model)
-    return fastmtp.Drafter.chain(drafter, k, Sampling(), Seeded(), vocabulary)[0].tolist()
+    return fastmtp.HeadDrafter.chain(drafter, k, Sampling(), Seeded(), vocabulary)[0].tolist()
 
 
 def package_best_k(rates, cost, draft_cost):
@@ -114,7 +114,7 @@ def target_and_head(seed: int) -> tuple[Transformer, MTPHead]:
     return target, random_mtp_head(target, seed + 100)
 
 
-class Drafter(fastmtp.Drafter):
+class Drafter(fastmtp.HeadDrafter):
     """A drafter without what the reader writes. It counts the rows that the head runs on."""
 
     rows, calls = 0, 0
@@ -137,7 +137,7 @@ class Drafter(fastmtp.Drafter):
     def extend(self, *_):
         raise Wrong("this is what you write: use drafter.run, drafter.cache and drafter.model")
 
-    chain = receive = catch_up = extend
+    chain = enqueue = flush_pending = extend
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Drafted:
         return self.cached.shape[1]
 
 
-def cached_rows(drafter: fastmtp.Drafter, length: int) -> Tensor:
+def cached_rows(drafter: fastmtp.HeadDrafter, length: int) -> Tensor:
     return drafter.cache.kv[:, 0, 0, :length].clone()
 
 
@@ -185,7 +185,7 @@ def fresh_chain(case: Text) -> list[Drafted]:
     outcomes = []
     for k, end in case.rounds:
         hidden, tokens = target(list(case.tokens[: end - 1]))[0], list(case.tokens[1:end])
-        drafter = fastmtp.Drafter(head, target, head.new_cache(64), offset=0)
+        drafter = fastmtp.HeadDrafter(head, target, head.new_cache(64), offset=0)
         drafter.run(hidden, tokens)
         cached = cached_rows(drafter, end - 1)
         drafts: list[int] = []
@@ -659,7 +659,7 @@ TASKS = [
             "the length of the cache before that, and truncate to it at the end.",
         ),
         mistakes=CHAIN_MISTAKES,
-        shows=(fastmtp.Drafter.extend, fastmtp.Drafter.chain),
+        shows=(fastmtp.HeadDrafter.extend, fastmtp.HeadDrafter.chain),
     ),
     Task(
         name="best_k",

@@ -88,10 +88,10 @@ class MTPLoss:
         """The head's outputs (B, n, d) for every step, given the target's hidden states (B, n, d)
         and at least n + steps tokens per row."""
         n, keys, outputs = hidden.shape[1], AllSteps(), []
-        hidden = self.head.read(hidden)
+        hidden = self.head.project_features(hidden)
         for k in range(len(self.weights)):
             embedded = self.head.embed(tokens[:, k + 1 : k + 1 + n], self.target)
-            hidden = self.head.layers(hidden, embedded, self.plan(n, k, keys))
+            hidden = self.head.run_block(hidden, embedded, self.plan(n, k, keys))
             outputs.append(hidden)
         return outputs
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minispec.cache import KVCache, placement
 from minispec.cli import note
 from minispec.fast.graphs import MAX_ROWS, CacheView, Replaced
-from minispec.methods.fastmtp import Drafter, RecurrentHead
+from minispec.methods.fastmtp import HeadDrafter, RecurrentHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
@@ -282,13 +282,13 @@ def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Te
 # ---- drafts of a FastMTP or EAGLE-3 head ---------------------------------------------------------
 
 
-class CapturedDrafter(Drafter):
+class CapturedDrafter(HeadDrafter):
     """Draws all greedy drafts of a round, or the candidates of its tree, in one graph. Otherwise,
     each pass of the head is one."""
 
     def __init__(self, head: RecurrentHead, model: Transformer, cache: KVCache, offset: int):
         super().__init__(head, model, cache, offset)
-        self.state = head.layers, addresses(head), *state_of(model)
+        self.state = head.run_block, addresses(head), *state_of(model)
 
     def run(
         self, hidden: Tensor, tokens: list[int] | Tensor, depth: Tensor | None = None,
@@ -300,7 +300,7 @@ class CapturedDrafter(Drafter):
         if n > MAX_NEW_ROWS or span is None or on_device:
             return super().run(hidden, tokens, depth, mask)
         inputs = [hidden, torch.tensor([self.cache.length, self.offset, *tokens])]
-        make = partial(self.static, span, Drafter.run)
+        make = partial(self.static, span, HeadDrafter.run)
         key = n, span, *self.state
         outputs = self.cache.graphs.replay(key, make, inputs, self.cache.device)
         return super().run(hidden, tokens) if outputs is None else outputs.clone()
@@ -309,7 +309,7 @@ class CapturedDrafter(Drafter):
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
         draft_head: DraftHead,
     ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-        def chain(drafter: Drafter, newest: Tensor) -> Tensor:
+        def chain(drafter: HeadDrafter, newest: Tensor) -> Tensor:
             return torch.cat([newest, drafter.chain(k, Sampling(0), None, draft_head)[0]])
 
         greedy = sampling.temperature == 0 and k > 0
@@ -318,29 +318,29 @@ class CapturedDrafter(Drafter):
             return super().draft(tokens, k, sampling, randomness, draft_head)
         return rows, []
 
-    def read_and_expand(self, policy: NodePolicy, draft_head: DraftHead) -> Tensor:
+    def flush_and_expand(self, policy: NodePolicy, draft_head: DraftHead) -> Tensor:
         width, depth = policy.static_shape()
-        depth = min(depth, 1 + (self.cache.free_rows - self.unread) // width)
+        depth = min(depth, 1 + (self.cache.free_rows - self.num_pending) // width)
 
-        def expand(drafter: Drafter, _: Tensor) -> Tensor:
+        def expand(drafter: HeadDrafter, _: Tensor) -> Tensor:
             return drafter.expand(FixedShape(width, depth).width, draft_head)
 
         found = self.replay((width, depth, draft_head.logits), width * (depth - 1), expand)
-        return super().read_and_expand(policy, draft_head) if found is None else found
+        return super().flush_and_expand(policy, draft_head) if found is None else found
 
     def replay(
-        self, key: tuple, scratch: int, draft: Callable[[Drafter, Tensor], Tensor]
+        self, key: tuple, scratch: int, draft: Callable[[HeadDrafter, Tensor], Tensor]
     ) -> Tensor | None:
         """Run the head on everything that is pending. Then `draft`, a function of a plain drafter
         and the newest token, which writes `scratch` rows. All in one graph; None if there is none.
         """
-        n, span = self.unread, span_of(self.cache, self.unread + scratch)
+        n, span = self.num_pending, span_of(self.cache, self.num_pending + scratch)
         if not 0 < n <= MAX_NEW_ROWS or span is None:
             return None
         hidden, new = self.joined_pending()
         inputs = [hidden, torch.tensor([self.cache.length, self.offset, *new])]
 
-        def round_of(drafter: Drafter, hidden: Tensor, tokens: Tensor) -> Tensor:
+        def round_of(drafter: HeadDrafter, hidden: Tensor, tokens: Tensor) -> Tensor:
             drafter.extend(hidden, tokens)
             return draft(drafter, tokens[-1:])
 
@@ -353,11 +353,11 @@ class CapturedDrafter(Drafter):
         return found
 
     def static(
-        self, span: int, function: Callable[[Drafter, Tensor, Tensor], Tensor]
+        self, span: int, function: Callable[[HeadDrafter, Tensor, Tensor], Tensor]
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """A function of a plain drafter, hidden states and tokens, as one of tensors only."""
         static = StaticCache(self.cache, span)
-        drafter = Drafter(self.head, self.model, static, self.offset)
+        drafter = HeadDrafter(self.head, self.model, static, self.offset)
 
         def run(hidden: Tensor, integers: Tensor) -> Tensor:
             static.length, drafter.offset, tokens = integers.tensor_split([1, 2])

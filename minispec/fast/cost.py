@@ -138,8 +138,8 @@ def head_costs(
         drafter = head.drafter(model, head.new_cache(capacity_for(model)), offset=0)
 
         def round_of_three(width: int) -> None:
-            drafter.receive(hidden, [0, 0])
-            drafter.read_and_expand(FixedShape(width, 3), draft_head).tolist()
+            drafter.enqueue(hidden, [0, 0])
+            drafter.flush_and_expand(FixedShape(width, 3), draft_head).tolist()
             drafter.cache.truncate(0)
 
         rounds = [partial(round_of_three, width) for width in widths]

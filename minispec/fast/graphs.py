@@ -42,7 +42,7 @@ class FunctionalPass(nn.Module):
         if isinstance(self.module, Backbone):
             # of tokens (1, n)
             return Backbone.forward(self.module, *inputs, ctx, self.feature_layers)
-        plain = type(self.module).layers  # of hidden and embedded, (1, n, d) each
+        plain = type(self.module).run_block  # of hidden and embedded, (1, n, d) each
         return plain(self.module, *inputs, ctx)
 
 
@@ -103,7 +103,8 @@ def is_compiled(network: Transformer | RecurrentHead) -> bool:
 
 def compiled_method(network: Transformer | RecurrentHead) -> tuple[Backbone | RecurrentHead, str]:
     """The module and the name of its method that a compiled pass replaces."""
-    return (network, "layers") if isinstance(network, RecurrentHead) else (network.model, "forward")
+    is_head = isinstance(network, RecurrentHead)
+    return (network, "run_block") if is_head else (network.model, "forward")
 
 
 def compile_passes(network: Transformer | RecurrentHead, layers: tuple[int, ...] = ()) -> None:

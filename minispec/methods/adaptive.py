@@ -57,13 +57,13 @@ class Probes:
     def due(self) -> bool:
         return self.waited >= self.gap
 
-    def observe(self, drafted: bool, probing: bool, paid: bool) -> None:
-        """Record a round. `probing`: drafts were not expected to pay; `paid`: they did."""
+    def observe(self, drafted: bool, probing: bool, profitable: bool) -> None:
+        """Record a round. `probing`: drafts were not expected to pay; `profitable`: they did."""
         if not drafted:
             self.waited += 1
             return
-        self.gap = 2 * self.gap if probing and not paid else self.first_gap
-        self.waited = self.gap if paid else 0
+        self.gap = 2 * self.gap if probing and not profitable else self.first_gap
+        self.waited = self.gap if profitable else 0
 
 
 class AdaptiveK:
@@ -104,8 +104,8 @@ class AdaptiveK:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See tree.Policy."""
-        paid = 1 + accepted > self.costs[drafted]
-        self.probes.observe(drafted > 0, probing=self.best() == 0, paid=paid)
+        profitable = 1 + accepted > self.costs[drafted]
+        self.probes.observe(drafted > 0, probing=self.best() == 0, profitable=profitable)
         if drafted == 0:
             return
         for i, rate in enumerate(self.rate):
@@ -118,12 +118,12 @@ class AdaptiveK:
 
 class Gain:
     """Whether drafting pays. `mean` is how many more tokens a round yields than plain steps of the
-    same cost would: a running mean over the rounds that drafted. It starts at `promised`, which
-    counts for PRIOR_ROUNDS rounds. `probe_cost` is as in Probes.
+    same cost would: a running mean over the rounds that drafted. It starts at `expected_gain`,
+    which counts for PRIOR_ROUNDS rounds. `probe_cost` is as in Probes.
     """
 
-    def __init__(self, promised: float, probe_cost: float):
-        self.mean, self.rounds, self.probes = promised, PRIOR_ROUNDS, Probes(probe_cost)
+    def __init__(self, expected_gain: float, probe_cost: float):
+        self.mean, self.rounds, self.probes = expected_gain, PRIOR_ROUNDS, Probes(probe_cost)
 
     @property
     def drafting(self) -> bool:
@@ -133,7 +133,7 @@ class Gain:
     def observe(self, tokens: int, cost: float) -> None:
         """Record a round's tokens and cost. It drafted if `drafting` said so."""
         drafted, gain = self.drafting, tokens - cost
-        self.probes.observe(drafted, probing=self.mean < 0, paid=gain > 0)
+        self.probes.observe(drafted, probing=self.mean < 0, profitable=gain > 0)
         if drafted:
             self.rounds += 1
             self.mean += max(TRIED_STEP, 1 / self.rounds) * (gain - self.mean)
@@ -147,12 +147,12 @@ class AdaptiveTree:
 
     def __init__(self, curve: list[float], heads_cost: float, accuracy: Tensor | None = None):
         self.costs = [cost + heads_cost for cost in curve[1:]]
-        promised, nodes = PRIOR_GAIN, 1
+        expected_gain, nodes = PRIOR_GAIN, 1
         if accuracy is not None:
             path_probs = [prob for _, prob in islice(best_first(accuracy.tolist()), len(curve))]
             nodes = max(1, best_draft_size(path_probs, self.costs))
-            promised = 1 + sum(path_probs[:nodes]) - curve_at(self.costs, nodes)
-        self.gain = Gain(promised, curve_at(self.costs, nodes) - 1)
+            expected_gain = 1 + sum(path_probs[:nodes]) - curve_at(self.costs, nodes)
+        self.gain = Gain(expected_gain, curve_at(self.costs, nodes) - 1)
 
     def drafting(self) -> bool:
         """See tree.TreePolicy."""
@@ -206,7 +206,7 @@ class AdaptiveNodes:
         return self.tokens / self.cost
 
     @property
-    def trust(self) -> float:
+    def calibration(self) -> float:
         """See tree.NodePolicy."""
         return self.accepted / self.expected
 
@@ -228,8 +228,9 @@ class AdaptiveNodes:
         if self.best_value > 0 and best[0] >= 0:  # not NaN
             self.next_prob += TRIED_STEP * (best[0] / self.best_value - self.next_prob)
         self.best_value = best[0]
+        child_value = self.calibration * self.next_prob
         profit = {0: 0.0} | {
-            n: self.trust * self.next_prob * sum(best[:n]) - self.rate * (cost + n * self.row_cost)
+            n: child_value * sum(best[:n]) - self.rate * (cost + n * self.row_cost)
             for n, cost in self.level_costs.items() if n <= len(best)
         }  # fmt: skip
         width = max(profit, key=profit.get)
@@ -261,7 +262,7 @@ class AdaptiveNodes:
         self.tokens = keep * self.tokens + 1 + accepted
         self.cost = keep * self.cost + self.costs[drafted]
         if drafted and self.expanding:
-            self.expected = keep * self.expected + self.kept / self.trust
+            self.expected = keep * self.expected + self.kept / self.calibration
             self.accepted = keep * self.accepted + accepted
         elif self.expanding:  # nothing was worth keeping; the head may have become better
             self.accepted += UNTRIED_STEP * (self.expected - self.accepted)

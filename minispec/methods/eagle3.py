@@ -93,12 +93,12 @@ class Eagle3Head(RecurrentHead, SubsetIds):
         own = getattr(self, "embed_tokens", None)
         return model.model.embed_tokens(tokens) if own is None else own(tokens)
 
-    def read(self, hidden: Tensor) -> Tensor:
+    def project_features(self, hidden: Tensor) -> Tensor:
         """The target's hidden states, each followed by those that enter `feature_layers`, are
         reduced to (..., n, d)."""
         return self.fc(hidden[..., self.target_size :])
 
-    def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_block(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
         """`forward`, given the context of the pass."""
         return self.midlayer(hidden, embedded, ctx)
 

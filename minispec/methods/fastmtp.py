@@ -55,11 +55,13 @@ class RecurrentHead(nn.Module):
         c, weight = self.config, next(self.parameters())
         return KVCache(1, c.kv_heads, c.head_dim, capacity, weight.dtype, weight.device)
 
-    def drafter(self, model: Transformer, cache: KVCache, offset: int) -> "Drafter":
-        """Return a Drafter that runs this head for `model`."""
-        return Drafter(self, model, cache, offset)
+    def drafter(self, model: Transformer, cache: KVCache, offset: int) -> "HeadDrafter":
+        """Return a HeadDrafter that runs this head for `model`."""
+        return HeadDrafter(self, model, cache, offset)
 
-    def start(self, model: Transformer, cache: KVCache, head_cache: KVCache | None) -> "Drafter":
+    def start(
+        self, model: Transformer, cache: KVCache, head_cache: KVCache | None
+    ) -> "HeadDrafter":
         """Return a drafter for a run that continues `cache`. Without a `head_cache`, the head never
         sees the text in it. With one, the target reads the text from its last row on again, as the
         head needs the hidden states."""
@@ -78,7 +80,7 @@ class RecurrentHead(nn.Module):
         """Tokens (..., n) -> (..., n, d), by default with the target's embedding."""
         return model.model.embed_tokens(tokens)
 
-    def read(self, hidden: Tensor) -> Tensor:
+    def project_features(self, hidden: Tensor) -> Tensor:
         """The target's hidden states -> what stands in for the head's output (..., n, d) in its
         first step: by default, the hidden states themselves."""
         return hidden
@@ -90,7 +92,7 @@ class RecurrentHead(nn.Module):
         """Hidden states (B, n, d) and embedded tokens (B, n, d) -> outputs (B, n, d), which feed
         lm_head and the next step. The other arguments are as in Transformer.forward."""
         ctx = make_context(self.rope, hidden, hidden.shape[1], cache, depth, mask)
-        return self.layers(hidden, embedded, ctx)
+        return self.run_block(hidden, embedded, ctx)
 
 
 class MTPHead(RecurrentHead, Block):
@@ -107,7 +109,7 @@ class MTPHead(RecurrentHead, Block):
         self.input_proj = nn.Linear(2 * size, size, bias=False)
         self.final_layernorm = nn.RMSNorm(size, eps)
 
-    def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_block(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
         """`forward`, given the context of the pass."""
         pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # in this order
         return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), ctx))
@@ -116,7 +118,7 @@ class MTPHead(RecurrentHead, Block):
 MTP = Annotated[RecurrentHead, head_weights("mtp")]
 
 
-class Drafter:
+class HeadDrafter:
     """Runs a head for its target. Holds the head's cache and what it drafts from.
 
     The first `offset` committed rows of the target came from a kept cache without hidden states, so
@@ -142,11 +144,11 @@ class Drafter:
         # row r of the head's cache is at position r + offset
         return self.head(hidden[None], embedded[None], self.cache, depth + self.offset, mask)[0]
 
-    def receive(self, hidden: Tensor, tokens: list[int]) -> None:
+    def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
         """Keep hidden states (n, d) of the target, and the token that follows each, for later."""
         self.pending.append((hidden, tokens))
 
-    def catch_up(self) -> None:
+    def flush_pending(self) -> None:
         """Run the head on everything that is pending, in chunks as in a prefill."""
         if self.pending:
             hidden, tokens = self.joined_pending()
@@ -156,8 +158,8 @@ class Drafter:
                 self.extend(hidden[chunk], tokens[chunk])
 
     @property
-    def unread(self) -> int:
-        """The number of rows that `catch_up` would commit."""
+    def num_pending(self) -> int:
+        """The number of rows that `flush_pending` would commit."""
         return sum(len(tokens) for _, tokens in self.pending)
 
     def joined_pending(self) -> tuple[Tensor, list[int]]:
@@ -168,7 +170,7 @@ class Drafter:
     def extend(self, hidden: Tensor, tokens: list[int] | Tensor) -> None:
         """Commit a row for each hidden state (n, d) of the target and the token that follows."""
         if len(tokens):
-            self.last = self.run(self.head.read(hidden), tokens)[-1:]
+            self.last = self.run(self.head.project_features(hidden), tokens)[-1:]
             self.cache.commit(list(range(len(tokens))))
 
     def draft(
@@ -178,7 +180,7 @@ class Drafter:
         """Draw at most `k` drafts after `tokens`. Returns the newest token and the drafts, in one
         tensor (1 + k,), and the distributions of the drafts."""
         if k > 0:
-            self.catch_up()
+            self.flush_pending()
         drafts, draft_probs = self.chain(k, sampling, randomness, draft_head)
         drafts = torch.as_tensor(drafts, dtype=torch.int64, device=self.model.device)
         return torch.cat([drafts.new_tensor(tokens[-1:]), drafts]), draft_probs
@@ -215,15 +217,15 @@ class Drafter:
         candidates = Candidates()
         if (self.pending or self.last is not None) and policy.expand([value for _, value in chain]):
             # in one copy to the host; float64 represents every token id exactly
-            drafts, parents, values = self.read_and_expand(policy, draft_head).tolist()
-            values = [policy.trust * value for value in values]
+            drafts, parents, values = self.flush_and_expand(policy, draft_head).tolist()
+            values = [policy.calibration * value for value in values]
             candidates = Candidates(list(map(int, drafts)), list(map(int, parents)), values)
         candidates.add_chain(chain)
         return candidates.best(tokens[-1], policy.choose(candidates.values, free_rows))
 
-    def read_and_expand(self, policy: NodePolicy, draft_head: DraftHead) -> Tensor:
+    def flush_and_expand(self, policy: NodePolicy, draft_head: DraftHead) -> Tensor:
         """Run the head on everything that is pending; then see `expand`."""
-        self.catch_up()
+        self.flush_pending()
         return self.expand(
             lambda *found: min(policy.width(*found), self.cache.free_rows), draft_head
         )
@@ -329,7 +331,7 @@ def draft_and_verify(
     model: Transformer, cache: KVCache, tokens: list[int], source: "Source", sampling: Sampling,
     randomness: Randomness, rule: Rule,
 ) -> Iterator[Step]:  # fmt: skip
-    """The loop of all methods that draft with a head: propose, score, accept, commit, receive."""
+    """The loop of all methods that draft with a head: propose, score, accept, commit, enqueue."""
     read_prompt(model, cache, tokens, source.drafter)
     yield Step()  # the prefill, so that it can be timed separately
     while True:
@@ -340,7 +342,7 @@ def draft_and_verify(
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
         # the head's own rows were scratch; rows made from the target's hidden states replace them
-        source.drafter.receive(accepted_rows(hidden, path), new)
+        source.drafter.enqueue(accepted_rows(hidden, path), new)
         source.observe(proposed, path)
         tokens += new
         yield Step(new, proposed, path, *asked)
@@ -352,7 +354,7 @@ Drafts = Tree | tuple[Tensor, list[Tensor | None]]  # a tree; or the root and a 
 class Source(Protocol):
     """Where the drafts of `draft_and_verify` come from."""
 
-    drafter: Drafter
+    drafter: HeadDrafter
 
     def propose(
         self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness
@@ -367,8 +369,8 @@ class HeadSource:
     """Drafts with a head: a chain of `k` or, with `nodes`, a tree; both may be policies."""
 
     def __init__(
-        self, drafter: Drafter, vocabulary: Vocabulary, k: int | Policy, nodes: int | NodePolicy,
-        draft_sampling: Sampling | None,
+        self, drafter: HeadDrafter, vocabulary: Vocabulary, k: int | Policy,
+        nodes: int | NodePolicy, draft_sampling: Sampling | None,
     ):  # fmt: skip
         self.drafter, self.vocabulary, self.sampling = drafter, vocabulary, draft_sampling
         self.policy, self.nodes = k if hasattr(k, "choose") else FixedK(k), node_policy(nodes)
@@ -390,15 +392,15 @@ class HeadSource:
 
 
 def read_prompt(
-    model: Transformer, cache: KVCache, tokens: list[int], drafter: Drafter
+    model: Transformer, cache: KVCache, tokens: list[int], drafter: HeadDrafter
 ) -> None:
     """Feed all tokens but the newest, which is the root of the next tree, to the target and its
     hidden states to the drafter."""
     unread, layers = tokens[cache.length : -1], drafter.feature_layers
     for hidden in model.prefill_chunks(unread, cache, feature_layers=layers):  # (1, n, d)
         n = hidden.shape[1]
-        drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
-        drafter.catch_up()
+        drafter.enqueue(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
+        drafter.flush_pending()
 
 
 def accepted_rows(hidden: Tensor, path: list[int]) -> Tensor:

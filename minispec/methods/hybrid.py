@@ -45,7 +45,7 @@ LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is 
 
 
 class ModelDrafter:
-    """Drafts with a draft model, as `speculative` does; used like a head's Drafter."""
+    """Drafts with a draft model, as `speculative` does; used like a head's HeadDrafter."""
 
     def __init__(
         self, draft: Transformer, model: Transformer, cache: KVCache, draft_cache: KVCache | None
@@ -53,17 +53,17 @@ class ModelDrafter:
         self.model, self.vocab_size, self.feature_layers = draft, model.config.vocab_size, ()
         self.cache, self.target_cache = draft_cache or draft.new_cache(cache.capacity), cache
 
-    def receive(self, hidden: Tensor, tokens: list[int]) -> None:
+    def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
         """Drop the rows of rejected drafts. The draft model needs no hidden states."""
         self.cache.truncate(min(self.cache.length, self.target_cache.length))
 
-    def catch_up(self) -> None:
+    def flush_pending(self) -> None:
         """Nothing to do: `draft` reads what is new."""
 
     def draft(
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness, _: object
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """See Drafter. The draft model first reads the tokens that it has not seen."""
+        """See HeadDrafter. The draft model first reads the tokens that it has not seen."""
         unread = replace_unknown(tokens[self.cache.length : -2], self.model)  # `propose` reads two
         self.model.prefill(unread, self.cache)
         drafts, draft_probs = propose(

@@ -7,11 +7,11 @@ from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
 from minispec.distill import AllSteps, Documents, MTPLoss, step_weights
 from minispec.distill.documents import cross_entropy
-from minispec.methods.fastmtp import Drafter
+from minispec.methods.fastmtp import HeadDrafter
 from minispec.model import Block, ForwardContext
 from minispec.sampling import draw
 
-extend, chain = Drafter.extend, Drafter.chain
+extend, chain = HeadDrafter.extend, HeadDrafter.chain
 labels, plan = Documents.labels, MTPLoss.plan
 DRAW = "minispec.methods.fastmtp.draw"
 
@@ -230,7 +230,7 @@ def steps_with(change):
         n, keys, found, first = hidden.shape[1], AllSteps(), [], hidden
         for k in range(len(self.weights)):
             embedded = self.target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
-            x = self.head.layers(change(hidden, first), embedded, self.plan(n, k, keys))
+            x = self.head.run_block(change(hidden, first), embedded, self.plan(n, k, keys))
             hidden = x
             found.append(self.logits(x))
         return found
@@ -273,10 +273,11 @@ def labelled(logits, labels):
 
 MISTAKES = [
     Mistake("head", "the token comes first, as in DeepSeek-V3's code: here the hidden state does",
-            {"MTPHead.layers": token_first}),
-    Mistake("head", "the two inputs are not normed", {"MTPHead.layers": without_norms}),
-    Mistake("head", "each input goes through the other's norm", {"MTPHead.layers": norms_swapped}),
-    Mistake("head", "the final norm is missing", {"MTPHead.layers": without_the_final_norm}),
+            {"MTPHead.run_block": token_first}),
+    Mistake("head", "the two inputs are not normed", {"MTPHead.run_block": without_norms}),
+    Mistake("head", "each input goes through the other's norm",
+            {"MTPHead.run_block": norms_swapped}),
+    Mistake("head", "the final norm is missing", {"MTPHead.run_block": without_the_final_norm}),
     Mistake("extend, rounds", "the head reads hidden states from before the target's final norm",
             {"Drafter.extend": hidden_before_the_norm}),
     Mistake("extend, rounds", "the rows are not committed", {"Drafter.extend": not_committed}),

@@ -9,7 +9,7 @@ from minispec.tree import FixedShape
 __all__ = ["Documents", "Drafter", "MTPHead", "MTPLoss", "step_weights"]
 
 
-class Drafter(fastmtp.Drafter):
+class Drafter(fastmtp.HeadDrafter):
     def grow(
         self, newest: int, n: int, width: int, depth: int, draft_head: DraftHead
     ) -> tuple[list[int], list[int]]:

@@ -15,10 +15,10 @@ class MTPHead(fastmtp.MTPHead):
     """A block like the target's, with `hidden_layernorm`, `token_layernorm`, `input_proj` (2d -> d)
     and `final_layernorm`; its attention and MLP are `minispec.model.Block.forward(self, x, ctx)`.
 
-    `forward`, which plans the pass for a cache and calls `layers`, is given.
+    `forward`, which plans the pass for a cache and calls `run_block`, is given.
     """
 
-    def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_block(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states (B, n, d) and embedded tokens (B, n, d) -> (B, n, d), which feeds lm_head
         and the next step. The hidden state comes first in what `input_proj` reads.
 
@@ -29,7 +29,7 @@ class MTPHead(fastmtp.MTPHead):
         raise NotImplementedError
 
 
-class Drafter(fastmtp.Drafter):
+class Drafter(fastmtp.HeadDrafter):
     """The head beside its target. `self.run(hidden, tokens)` gives the head's outputs (n, d) for
     hidden states (n, d) and a token each, as scratch rows of `self.cache` right behind its
     committed ones; `self.last` (1, d) is the output at the newest token, None before the first.
@@ -130,7 +130,7 @@ class MTPLoss(distill.MTPLoss):
         """Logits (B, n, V) of every step, for hidden states (B, n, d) and tokens (B, n + steps).
 
         Step k (from 1) at row i reads its own output of the step before (at first the hidden state)
-        and the true token i + k. Gradients flow through all steps. `self.head.layers` takes what
+        and the true token i + k. Gradients flow through all steps. `self.head.run_block` takes what
         `plan` returns.
 
         Example: at row 0, step 1 reads h_0 and token 1 and says token 2; step 2 reads step 1's

@@ -13,9 +13,9 @@ from minispec.sampling import Sampling, Seeded, probs
 
 GREEDY = Sampling()
 GRADED = {
-    "head": "MTPHead.layers", "extend": "Drafter.extend", "chain": "Drafter.chain",
+    "head": "MTPHead.run_block", "extend": "Drafter.extend", "chain": "Drafter.chain",
     "rounds": "Drafter.extend, Drafter.chain",
-    "tree": "Drafter.grow, minispec.methods.fastmtp.Drafter.tree", "weights": "step_weights",
+    "tree": "Drafter.grow, minispec.methods.fastmtp.HeadDrafter.tree", "weights": "step_weights",
     "labels": "Documents.labels",
     "aligned": "MTPLoss.steps, MTPLoss.plan, minispec.distill.MTPLoss.outputs",
     "parallel": "MTPLoss.steps, MTPLoss.plan, minispec.distill.MTPLoss.outputs",
@@ -44,7 +44,7 @@ def prepared(impl, model, head, tokens: list[int]):
 
 def fresh_rows(model, head, tokens: list[int]):
     """The head's keys and last output over all of a text at once."""
-    drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
+    drafter = fastmtp.HeadDrafter(head, model, head.new_cache(64), 0)
     outputs = drafter.run(model(tokens[:-1])[0], tokens[1:])
     return drafter.cache.k[0], outputs[-1:]
 
@@ -53,7 +53,7 @@ def fresh_drafts(head, model, tokens: list[int], k: int) -> list[int]:
     """Argmax drafts, every row of the head computed anew for each of them."""
     hidden, drafts = model(tokens[:-1])[0], []
     for _ in range(k):
-        drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
+        drafter = fastmtp.HeadDrafter(head, model, head.new_cache(64), 0)
         row = drafter.run(hidden, tokens[1:] + drafts)[-1:]
         drafts.append(int(model.logits(row).argmax()))
         hidden = torch.cat([hidden, row])
@@ -150,7 +150,7 @@ def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl, se
             )
             hidden = model(tokens[:-1])[0]
             for t in range(i + 1):
-                drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
+                drafter = fastmtp.HeadDrafter(head, model, head.new_cache(64), 0)
                 out = drafter.run(hidden, tokens[1:] + guess[:t])[-1:]
                 hidden = torch.cat([hidden, out])
             right = torch.zeros(24, dtype=torch.float64)
@@ -233,7 +233,7 @@ def fresh_probs(head, model, tokens: list[int], path: list[int], ids: list[int])
     """The head's probabilities of `ids` after a path of drafts."""
     hidden = model(tokens[:-1])[0]
     for i in range(len(path) + 1):
-        drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
+        drafter = fastmtp.HeadDrafter(head, model, head.new_cache(64), 0)
         row = drafter.run(hidden, tokens[1:] + path[:i])[-1:]
         hidden = torch.cat([hidden, row])
     return model.logits(row)[0, ids].softmax(-1).tolist()
@@ -291,7 +291,7 @@ def test_aligned_training_is_drafting(impl, seeds):
         logits = loss_of(impl, model, head, True, 4).steps(hidden, tokens)
         assert len(logits) == 4, "one tensor of logits a step"
         for i in range(n):
-            drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
+            drafter = fastmtp.HeadDrafter(head, model, head.new_cache(64), 0)
             out = drafter.run(hidden[0, : i + 1], text[1 : i + 2])[-1:]
             drafter.cache.length = i + 1
             for k in range(4):

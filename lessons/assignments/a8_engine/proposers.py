@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minispec.certify.methods import cases
 from minispec.methods import lookahead, medusa, speculative
-from minispec.methods.fastmtp import Drafter
+from minispec.methods.fastmtp import HeadDrafter
 from minispec.methods.lookahead import Pool, Window, initial_guess
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.vocabulary import FullVocabulary
@@ -173,7 +173,7 @@ class MTP(Drafted):
     def begin(self, tokens, hidden, capacity):
         offset = len(tokens) - 1 - len(hidden)  # rows of a kept cache have no hidden states
         cache = self.head.new_cache(capacity)
-        self.drafter = Drafter(self.head, self.model, cache, offset)
+        self.drafter = HeadDrafter(self.head, self.model, cache, offset)
         self.drafter.extend(hidden, tokens[offset + 1 :])
 
     def propose(self, tokens, free_rows, sampling, randomness):
