@@ -25,7 +25,7 @@ from minispec import UserError, machine
 from minispec.bench import __main__ as bench
 from minispec.bench import measure, prompts, shapes, tables
 from minispec.bench.measure import read_cpu_seconds
-from minispec.bench.plan import pass_work
+from minispec.bench.shapes import pass_work
 from minispec.certify import __main__ as certify
 from minispec.certify.toys import random_eagle3_head, random_medusa_heads, random_mtp_head
 from minispec.checkpoints.eagle3 import save_eagle3

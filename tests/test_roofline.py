@@ -13,8 +13,15 @@ from conftest import last_error_line
 from minispec import UserError
 from minispec.bench import __main__ as bench
 from minispec.bench import measure, shapes
-from minispec.bench.plan import CARDS, Hardware, Work, make_shape, pass_work
-from minispec.bench.shapes import MODEL_SHAPES, without_data
+from minispec.bench.shapes import (
+    CARDS,
+    MODEL_SHAPES,
+    Hardware,
+    Work,
+    make_shape,
+    pass_work,
+    without_data,
+)
 from minispec.methods.adaptive import expected_tokens, grow_tree
 from minispec.methods.speculative import speedup
 from minispec.model import Config, Transformer

@@ -5,7 +5,7 @@
     python -m minispec.bench --generated chat.jsonl sums.jsonl      documents held out from training
     python -m minispec.bench --questions question.jsonl             Spec-Bench, one table per group
     python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights, real model shape
-    python -m minispec.bench --shape llama-2-7b --plan --nproc 2    no weights: see plan.py
+    python -m minispec.bench --shape llama-2-7b --plan --nproc 2    no weights: see shapes.py
     torchrun --nproc-per-node 2 -m minispec.bench …                 a model that processes share
 
 For each prompt, the methods run one after another, so noise on the machine affects all of them. A
@@ -25,7 +25,7 @@ from itertools import product
 from pathlib import Path
 
 from minispec import cli, distributed
-from minispec.bench import measure, plan
+from minispec.bench import measure, shapes
 from minispec.bench.methods import Methods, methods_of, methods_of_flags
 from minispec.bench.prompts import Prompts, prompts_of
 from minispec.bench.shapes import MODEL_SHAPES, oracle_methods, random_weights
@@ -78,7 +78,7 @@ def parser() -> Parser:
     p.add_argument("--prompts", type=number(1), default=20, help="at most this many per kind")
     p.add_argument("--repeats", type=number(1), default=3, help="decode everything this many times")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
-    plan.add_flags(p)
+    shapes.add_flags(p)
     return p
 
 
@@ -95,9 +95,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     unused = given("model", "methods", "data", "kind", "generated", "questions", "temperature",
                    "k", "prompts", "vocabulary_sizes", "eagle3")  # fmt: skip
     measuring = given("device", "compile", "busy", "repeats", "max_new_tokens", "markdown")
-    planning, for_shape = given(*plan.FLAGS), given("acceptance", *plan.FLAGS)
+    planning, for_shape = given(*shapes.PLAN_FLAGS), given("acceptance", *shapes.PLAN_FLAGS)
     args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))
-    for wrong, message in (
+    wrong = [
         (args.shape and unused, f"--shape has its own weights and prompt; omit {unused}"),
         (for_shape and not args.shape, f"{for_shape}: requires --shape"),
         (args.plan and measuring, f"a plan measures nothing; omit {measuring}"),
@@ -107,17 +107,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         (args.compile and distributed.world.size > 1, distributed.NOT_COMPILED),
         (args.markdown and len(args.temperature) > 1,
          "--markdown prints one table; choose one --temperature"),
-    ):  # fmt: skip
-        if wrong:
+    ]  # fmt: skip
+    for name, methods in methods_of_flags(args).items():
+        unused = args.methods and not any(r.startswith(methods) or ":" in r for r in args.methods)
+        wrong.append((unused and given(name), f"{flag_name(name)} applies to "
+                      f"{' and '.join(methods)}; add it to --methods or omit the flag"))  # fmt: skip
+    for condition, message in wrong:
+        if condition:
             raise UserError(message)
-    for flag, methods in methods_of_flags().items():
-        if flag == "--draft" and args.mtp is not None:  # then only these methods use the draft
-            methods = methods_of_flags()["--k"]
-        used = not args.methods or any(row.startswith(methods) or ":" in row
-                                       for row in args.methods)  # fmt: skip
-        if given(flag[2:].replace("-", "_")) and not used:
-            raise UserError(f"{flag} applies to {' and '.join(methods)}; add it to --methods or "
-                            "omit the flag")  # fmt: skip
     return args
 
 
@@ -130,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     command = command_line("minispec.bench", argv, distributed.world.size)
     about = describe_machine() | {"command": command}
     with cli.stdout_reserved() if args.json else contextlib.nullcontext() as out:
-        report = {"plan": plan.make_plan(args)} if args.plan else run(args, about)
+        report = {"plan": shapes.make_plan(args)} if args.plan else run(args, about)
         if args.json:
             print(json.dumps({"about": about} | report), file=out)
         elif args.plan:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from minispec import distributed
 from minispec.bench.methods import PLAIN, Methods
-from minispec.bench.plan import Hardware, pass_work
+from minispec.bench.shapes import Hardware, pass_work
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note
 from minispec.fast.cost import ROW_COUNTS, cost_curve, interleaved_min_times, one_pass

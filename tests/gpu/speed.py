@@ -26,7 +26,7 @@ from minispec import UserError, load, paths
 from minispec.bench import __main__ as bench
 from minispec.bench import measure, shapes
 from minispec.bench.methods import Methods, methods_of
-from minispec.bench.plan import pass_work
+from minispec.bench.shapes import pass_work
 from minispec.bench.prompts import PROMPTS
 from minispec.checkpoints.heads import PUBLISHED_TREES
 from minispec.fast import optimize, optimize_drafter
