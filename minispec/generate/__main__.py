@@ -13,16 +13,7 @@ from minispec import cli, distributed
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import (
-    OutputFile,
-    Parser,
-    Source,
-    UserError,
-    comma_separated,
-    flag_name,
-    number,
-    suggestion,
-)
+from minispec.cli import OutputFile, Parser, Source, UserError, flag_name, number
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
 from minispec.generate import drafters
 from minispec.generate.api import stream, unlisted_eos_warning
@@ -30,26 +21,41 @@ from minispec.generate.run import StopConditions
 from minispec.generate.terminal import chat, show
 from minispec.generate.view import write_page
 from minispec.methods import METHODS, find_method
-from minispec.methods.declaration import Method
+from minispec.methods.declaration import Method, Option
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 from minispec.verify import RULES
 
+VOCABULARY_SIZE = Option("maximum number of tokens per language", "size")
+FILES = "weights", "vocabulary", "paths"  # the kinds of options whose flags may name a file
+EXCLUSIVE = [  # two flags, and why they cannot be combined
+    ("k", "tree", "--k drafts a chain and --tree a tree; choose one"),
+    ("verify", "tree", "--verify block is for chains, not for a --tree"),
+    ("draft_temperature", "tree",
+     "--draft-temperature is for chains: the nodes of a --tree are not sampled"),
+    ("draft", "heads", "--draft and --heads are mutually exclusive"),
+    ("draft", "tree", "--tree is for heads, not for --draft"),
+    ("draft", "vocabulary", "--vocabulary is for heads, not for --draft"),
+    ("draft", "vocabulary_size", "--vocabulary is for heads, not for --draft"),
+    ("chat", "prompt_ids", "--chat cannot use --prompt-ids or --prompt-file"),
+    ("chat", "prompt_file", "--chat cannot use --prompt-ids or --prompt-file"),
+    ("color", "json", "--color and --json are mutually exclusive"),
+]  # fmt: skip
+
 
 def parse_ids(text: str) -> list[int]:
-    return [number(0)(part) for part in comma_separated(text)] if text.strip() else []
+    return [number(0)(part) for part in cli.comma_separated(text)] if text.strip() else []
 
 
-def option_flags() -> dict[str, dict[str, str]]:
-    """The flags of all methods' options: for each, the help by method."""
-    flags: dict[str, dict[str, str]] = {}
+def option_flags() -> dict[str, dict[str, tuple[Option, object]]]:
+    """The flags of all methods' options: for each, the option and its default, by method."""
+    flags: dict[str, dict[str, tuple[Option, object]]] = {}
     for method in map(find_method, METHODS):
-        for name, (option, _) in method.options.items():
+        for name, (option, default) in method.options.items():
             if option.help:
-                flags.setdefault(option.flag or name, {})[method.name] = option.help
-        if method.of_kind("vocabulary"):
-            text = "maximum number of tokens per language"
-            flags.setdefault("vocabulary_size", {})[method.name] = text
+                flags.setdefault(option.flag or name, {})[method.name] = option, default
+            if option.kind == "vocabulary":
+                flags.setdefault("vocabulary_size", {})[method.name] = VOCABULARY_SIZE, 0
     return flags
 
 
@@ -70,15 +76,14 @@ def parser() -> Parser:
     p.add_argument("--model", type=Source,
                    help="directory, hub id or .gguf (default: the toy, if shipped, else SmolLM2)")
     specific = p.add_argument_group("method-specific options")
-    for name, helps in option_flags().items():
-        options = find_method(next(iter(helps))).options.items()
-        found = (x for argument, x in options if name in (argument, x[0].flag))
-        option, default = next(found, (None, 0))
-        files = name == "tree" or option and option.kind in ("weights", "vocabulary")
-        settings = {"type": Source if files else number(1) if option is None else str}
+    for name, uses in option_flags().items():
+        option, default = next(iter(uses.values()))
+        files = any(used.kind in FILES for used, _ in uses.values())
+        settings = {"type": Source if files else number(1) if option is VOCABULARY_SIZE else str}
         settings = {"action": "store_const", "const": True} if default is False else settings
-        texts = {text: ", ".join(m for m in helps if helps[m] == text) for text in helps.values()}
-        help = "; ".join(f"{methods}: {text}" for text, methods in texts.items())
+        helps = {used.help: [m for m in uses if uses[m][0].help == used.help]
+                 for used, _ in uses.values()}  # fmt: skip
+        help = "; ".join(f"{', '.join(methods)}: {text}" for text, methods in helps.items())
         specific.add_argument(flag_name(name), **settings, help=help)
     specific.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
                           help="any option of the method, by its name in Python (repeatable)")
@@ -115,35 +120,23 @@ def parser() -> Parser:
 def check_flags(args: argparse.Namespace) -> None:
     """Reject invalid combinations before any weights are read."""
     args.method = find_method(args.method)
-    own = {flag_of(args.method, name): name for name in args.method.options}
-    own |= {"vocabulary_size": ""} if "vocabulary" in own else {}
-    for name, helps in option_flags().items():
+    own = {flag_of(args.method, name) for name in args.method.options}
+    own |= {"vocabulary_size"} if "vocabulary" in own else set()
+    for name, uses in option_flags().items():
         if getattr(args, name) is not None and name not in own:
-            raise UserError(f"{flag_name(name)} is for --method {', '.join(helps)}, not for "
+            raise UserError(f"{flag_name(name)} is for --method {', '.join(uses)}, not for "
                             f"{args.method.name}")  # fmt: skip
     args.options = parse_options(args)
-    if args.k is not None and args.tree is not None:
-        raise UserError("--k drafts a chain and --tree a tree; choose one")
-    if args.verify not in (None, "tokens") and args.tree is not None:
-        raise UserError("--verify block is for chains, not for a --tree")
-    if args.draft_temperature is not None and args.tree is not None:
-        raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")
+    given = {name for name, value in vars(args).items() if value not in (None, False, "tokens")}
+    for one, other, message in EXCLUSIVE:
+        if {one, other} <= given:
+            raise UserError(message)
     StopConditions(args.max_new_tokens, tuple(args.stop))
     Sampling(args.temperature, args.top_k, args.top_p)
-    ids_or_file = args.prompt_ids is not None or args.prompt_file is not None
-    for wrong, message in (
-        (args.chat and ids_or_file, "--chat cannot use --prompt-ids or --prompt-file"),
-        (args.system is not None and not args.chat, "--system requires --chat"),
-        (args.color and args.json, "--color and --json are mutually exclusive"),
-        (args.compile and distributed.tensor_parallel.size > 1, distributed.NOT_COMPILED),
-        (args.draft is not None and args.heads is not None,
-         "--draft and --heads are mutually exclusive"),
-        (args.draft is not None and args.tree is not None, "--tree is for heads, not for --draft"),
-        (args.draft is not None and (args.vocabulary or args.vocabulary_size) is not None,
-         "--vocabulary is for heads, not for --draft"),
-    ):
-        if wrong:
-            raise UserError(message)
+    if args.system is not None and not args.chat:
+        raise UserError("--system requires --chat")
+    if args.compile and distributed.tensor_parallel.size > 1:
+        raise UserError(distributed.NOT_COMPILED)
 
 
 @cli.command
@@ -169,9 +162,8 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         drafter = args.options | drafting_options(args, model, tokenizer)
     names = "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos"
     options = {name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)}
-    options["method"] = args.method.function
-    options["randomness"] = Seeded(args.seed)  # shared by all turns of a chat
-    options |= drafter
+    # a chat's turns share the randomness
+    options |= drafter | {"method": args.method.function, "randomness": Seeded(args.seed)}
     for network in (model, options.get("draft")):
         if network is not None:
             optimize(network, int8=args.quantize == "int8", compiled=args.compile)
@@ -209,15 +201,14 @@ def parse_options(args: argparse.Namespace) -> dict:
     for name, (option, _) in args.method.options.items():
         flag = flag_of(args.method, name)
         text = getattr(args, flag) if flag in flags else None
-        if text is not None and option.kind in ("number", "paths", "sampling", "rule"):
+        if text is not None and option.kind not in ("weights", "vocabulary", "cache"):
             given[name] = flag_name(flag), text
     for pair in args.option:
         name, equals, text = pair.partition("=")
-        name = name.replace("-", "_")
-        if not equals or args.method.options.get(name, [None])[0] is None:
-            names = args.method.options
+        name, names = name.replace("-", "_"), args.method.options
+        if not equals or name not in names:
             raise UserError(f"--option {pair}: {args.method.name} has no such option; "
-                            f"{suggestion(name, names)}")  # fmt: skip
+                            f"{cli.suggestion(name, names)}")  # fmt: skip
         given[name] = f"--option {name}", text
     return {name: parse_option(args, name, *given[name]) for name in given}
 

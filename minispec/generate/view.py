@@ -97,21 +97,20 @@ def trace(model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str) 
         cache.commit(step.path)
         texts = run.texts[emitted : emitted + len(step.tokens)]
         emitted += len(texts)
-        entry = step_data(logits, step, run.sampling) | {
+        passes.append(step_data(logits, step, run.sampling) | {
             "rows": before,
             "tokens": step.tokens,
             "emitted": len(texts),  # fewer than `tokens` if the run ended inside this step
             "texts": texts,
             "window": step.window,
-        }
+        })  # fmt: skip
         used.update(step.tokens, step.tree.tokens, *step.window)
-        used.update(x for pairs in entry["probs"] for x, _ in pairs)
-        passes.append(entry)
+        used.update(x for pairs in passes[-1]["probs"] for x, _ in pairs)
     return {
         **run.as_json(name),
         "prompt": tokenizer.decode(run.prompt) if tokenizer else "",
         "sampling": vars(run.sampling),
-        "passes": passes,
+        "passes": json.loads(json.dumps(passes), parse_float=rounded),
         "pieces": {token: piece(tokenizer, token) for token in sorted(used)},
     }
 
@@ -131,19 +130,18 @@ def step_data(logits: Tensor, step: Step, sampling: Sampling) -> dict:
         extra = tree.tokens_at(tree.children(i)) + step.tokens[-1:] * (i == step.path[-1])
         ids = list(dict.fromkeys(top[i] + extra))
         pairs = zip(ids, p[ids].tolist())
-        top_pairs.append([[x, rounded(weight)] for x, weight in pairs if weight > 0 or x in extra])
+        top_pairs.append([[x, weight] for x, weight in pairs if weight > 0 or x in extra])
     parents = [0, *tree.parents[1:]]  # the root has none, and its p is not shown
-    drafts = [tree.drawn_from(i) for i in range(len(tree))]
+    drafts = zip(map(tree.drawn_from, range(len(tree))), tree.tokens)
     return {
         "tree": {"tokens": tree.tokens, "parents": tree.parents, "path": step.path},
         "probs": top_pairs,
-        "entropy": [rounded(h) for h in torch.special.entr(shown).sum(-1).tolist()],
-        "p": [rounded(shown[i, x]) for i, x in zip(parents, tree.tokens)],
-        "q": [None if q is None else rounded(q[x]) for q, x in zip(drafts, tree.tokens)],
-        "chance": [rounded(step.chances[i]) if i in step.chances else None
-                   for i in range(len(tree))],
+        "entropy": torch.special.entr(shown).sum(-1).tolist(),
+        "p": shown[parents, tree.tokens].tolist(),
+        "q": [None if q is None else q[x] for q, x in drafts],
+        "chance": [step.chances.get(i) for i in range(len(tree))],
         "drawn": drawn_from_the_rest(target[step.path[-1]], step),
-    }  # fmt: skip
+    }
 
 
 def drawn_from_the_rest(p: Tensor, step: Step) -> float | None:
@@ -154,9 +152,9 @@ def drawn_from_the_rest(p: Tensor, step: Step) -> float | None:
         return None
     rest = p.clone()
     rest[step.tree.tokens_at(rejected)] = 0.0
-    return rounded(rest[step.tokens[-1]] / rest.sum())
+    return float(rest[step.tokens[-1]] / rest.sum())
 
 
-def rounded(x: float | Tensor) -> float:
+def rounded(number: str) -> float:
     """Four significant digits, enough for the page."""
-    return float(f"{float(x):.4g}")
+    return float(f"{float(number):.4g}")
