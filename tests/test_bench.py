@@ -454,7 +454,7 @@ def test_nothing_is_measured_on_a_busy_machine(weights, monkeypatch, capsys, oth
     others.before = 0.63
     options = options_of(weights, "--methods", "autoregressive")
     with monkeypatch.context() as patched:
-        patched.setattr(bench, "optimize", lambda *_, **__: pytest.fail("products were timed"))
+        patched.setattr(generate, "optimize", lambda *_, **__: pytest.fail("products were timed"))
         line = last_error_line(capsys, lambda: bench.main(options))
         wrong = options_of(weights, "--methods", "fastmtp q=3")
         assert "no such method" in last_error_line(capsys, lambda: bench.main(wrong))

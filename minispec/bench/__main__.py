@@ -30,11 +30,10 @@ from minispec.bench.methods import Methods, methods_of, methods_of_flags
 from minispec.bench.prompts import Prompts, prompts_of
 from minispec.bench.shapes import MODEL_SHAPES, oracle_methods, random_weights
 from minispec.bench.tables import markdown, plan_text, show, show_machine
-from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import Parser, Source, UserError, comma_separated, flag_name, number
-from minispec.fast import optimize, optimize_drafter, quantized_dtype
+from minispec.generate.__main__ import add_model_flags, choose_model, optimize_all
 from minispec.generate.api import unlisted_eos_warning
 from minispec.machine import command_line, describe_machine
 from minispec.model import Transformer
@@ -43,7 +42,7 @@ from minispec.verify import RULES
 
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.bench", description=__doc__)
-    p.add_argument("--model", type=Source, help="directory, hub id or .gguf (default: the toy)")
+    add_model_flags(p)
     p.add_argument("--draft", type=Source, help="a draft model (default: the one next to the "
                    "model; with --shape, a shape)")  # fmt: skip
     p.add_argument("--heads", type=Source, help="Medusa heads (default: those next to the model)")
@@ -61,10 +60,6 @@ def parser() -> Parser:
                    help="run fastmtp also with N tokens per language; none: with all tokens",
                    type=lambda text: [None if part == "none" else number(1)(part)
                                       for part in comma_separated(text)])  # fmt: skip
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
-    p.add_argument("--compile", action="store_true", help="run passes as compiled graphs")
     p.add_argument("--busy", action="store_true", help="measure even if other programs run")
     output = p.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object")
@@ -107,13 +102,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         (args.compile and distributed.world.size > 1, distributed.NOT_COMPILED),
         (args.markdown and len(args.temperature) > 1,
          "--markdown prints one table; choose one --temperature"),
-    ]  # fmt: skip
+    ]
     for name, methods in methods_of_flags(args).items():
-        unused = args.methods and not any(r.startswith(methods) or ":" in r for r in args.methods)
-        wrong.append((unused and given(name), f"{flag_name(name)} applies to "
-                      f"{' and '.join(methods)}; add it to --methods or omit the flag"))  # fmt: skip
-    for condition, message in wrong:
-        if condition:
+        used = any(row.startswith(methods) or ":" in row for row in args.methods or methods)
+        wrong.append((given(name) and not used, f"{flag_name(name)} applies to "
+                      f"{' and '.join(methods)}; add it to --methods or omit the flag"))
+    for applies, message in wrong:
+        if applies:
             raise UserError(message)
     return args
 
@@ -163,10 +158,8 @@ def run(args: argparse.Namespace, about: dict) -> dict:
 
 def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Prompts, Methods]:
     """Load and optimise the model and its drafters; choose the prompts."""
-    if args.shape is None and args.model is None:
-        args.model = distributed.from_rank_0(default_model)
-    if args.quantize:
-        args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
+    args.model = args.shape or args.model  # a shape takes the place of the default model
+    choose_model(args)
     with distributed.together():
         if args.shape:
             model = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device)
@@ -181,11 +174,7 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
     # wrong input has been reported by now, and what follows measures products
     share = measure.others_share_now()
     measure.check_others(share, "before the measurement", "nothing was measured", args.busy)
-    drafts = (options.get("draft") for options in methods.values())
-    for network in dict.fromkeys([model, *filter(None, drafts)]):
-        optimize(network, int8=args.quantize == "int8", compiled=args.compile)
-    for options in methods.values():
-        optimize_drafter(options, model)
+    optimize_all(args, model, *methods.values())
     if args.shape:
         methods = oracle_methods(args, model, *kinds[args.shape])
     return model, tokenizer, kinds, methods

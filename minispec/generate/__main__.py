@@ -64,6 +64,34 @@ def flag_of(method: Method, name: str) -> str:
     return method.options[name][0].flag or name
 
 
+def add_model_flags(p: Parser) -> None:
+    """Add --model and the flags that say how to run it, also for bench."""
+    p.add_argument("--model", type=Source,
+                   help="directory, hub id or .gguf (default: the toy, if shipped, else SmolLM2)")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    p.add_argument("--dtype", default="auto",
+                   help="auto (bfloat16 on a GPU, and with --quantize if that is faster, otherwise "
+                   "float32), float64, float32 or bfloat16")
+    p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
+    p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
+
+
+def choose_model(args: argparse.Namespace) -> None:
+    """Set the default --model, and the --dtype that suits --quantize."""
+    args.model = distributed.from_rank_0(default_model) if args.model is None else args.model
+    if args.quantize:
+        args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
+
+
+def optimize_all(args: argparse.Namespace, model: Transformer, *options: dict) -> None:
+    """Apply --quantize and --compile to the model and to the drafters among methods' options."""
+    drafts = [own["draft"] for own in options if own.get("draft") is not None]
+    for network in dict.fromkeys([model, *drafts]):
+        optimize(network, int8=args.quantize == "int8", compiled=args.compile)
+    for own in options:
+        optimize_drafter(own, model)
+
+
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.generate", description=__doc__)
     prompt = p.add_mutually_exclusive_group()
@@ -73,8 +101,7 @@ def parser() -> Parser:
     p.add_argument("--method", default="autoregressive", type=Source, metavar="M",
                    help=f"{', '.join(METHODS)}, or your own: file.py:function "
                    "(default: %(default)s)")  # fmt: skip
-    p.add_argument("--model", type=Source,
-                   help="directory, hub id or .gguf (default: the toy, if shipped, else SmolLM2)")
+    add_model_flags(p)
     specific = p.add_argument_group("method-specific options")
     for name, uses in option_flags().items():
         option, default = next(iter(uses.values()))
@@ -99,12 +126,6 @@ def parser() -> Parser:
     p.add_argument("--ignore-eos", action="store_true", help="continue past the model's end tokens")
     p.add_argument("--stop", action="append", default=[], metavar="S",
                    help="stop before this text (repeatable)")
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    p.add_argument("--dtype", default="auto",
-                   help="auto (bfloat16 on a GPU, and with --quantize if that is faster, otherwise "
-                   "float32), float64, float32 or bfloat16")
-    p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
-    p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
     p.add_argument("--stats", action="store_true", help="print statistics to standard error")
     p.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     # two flags, because a flag with an optional value would take the prompt as its value
@@ -152,9 +173,7 @@ def main(argv: list[str] | None = None) -> None:
 def generate(args: argparse.Namespace, out: TextIO) -> None:
     """Generate as the flags say and write the text, or the JSON object, to `out`."""
     prompt = None if args.chat else distributed.from_rank_0(lambda: read_prompt(args))
-    args.model = distributed.from_rank_0(default_model) if args.model is None else args.model
-    if args.quantize:
-        args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
+    choose_model(args)
     with distributed.together():
         model, tokenizer = load(args.model, args.dtype, args.device)
         if not args.json or args.chat:
@@ -164,10 +183,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
     options = {name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)}
     # a chat's turns share the randomness
     options |= drafter | {"method": args.method.function, "randomness": Seeded(args.seed)}
-    for network in (model, options.get("draft")):
-        if network is not None:
-            optimize(network, int8=args.quantize == "int8", compiled=args.compile)
-    optimize_drafter(options, model)
+    optimize_all(args, model, options)
     unlisted = unlisted_eos_warning(model, tokenizer, args.stop)
     if unlisted and not args.ignore_eos:
         cli.note(f"{unlisted}, or its text to --stop")

@@ -26,8 +26,8 @@ from minispec import UserError, load, paths
 from minispec.bench import __main__ as bench
 from minispec.bench import measure, shapes
 from minispec.bench.methods import Methods, methods_of
-from minispec.bench.shapes import pass_work
 from minispec.bench.prompts import PROMPTS
+from minispec.bench.shapes import pass_work
 from minispec.checkpoints.heads import PUBLISHED_TREES
 from minispec.fast import optimize, optimize_drafter
 from minispec.fast.cost import ROW_COUNTS, capacity_for, interleaved_min_times, one_pass
