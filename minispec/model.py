@@ -4,7 +4,7 @@ Modules are named as in Hugging Face checkpoints, so a checkpoint is this model'
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -255,6 +255,9 @@ class Transformer(nn.Module):
         self.config, self.rope = config, Rope(config)
         self.source: Path | None = None  # the directory it was loaded from
         self.memo: dict = {}  # drafts and heads loaded for this model, and measured costs
+        # how it runs, if `fast` has changed that; copies and pickles of the model are plain again
+        self.compiled: Callable[..., Tensor] | None = None  # in place of self.model
+        self.graphs = None  # a captured.PassGraphs: caches and passes for CUDA graphs
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied:
@@ -274,9 +277,9 @@ class Transformer(nn.Module):
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """Return an empty cache. Its default capacity is the model's context length."""
-        c = self.config
+        c, new = self.config, KVCache if self.graphs is None else self.graphs.new_cache
         rows = capacity or c.context
-        return KVCache(c.layers, c.kv_heads, c.head_dim, rows, self.dtype, self.device)
+        return new(c.layers, c.kv_heads, c.head_dim, rows, self.dtype, self.device)
 
     def forward(
         self, tokens: list[int] | Tensor, cache: KVCache | None = None,
@@ -294,10 +297,19 @@ class Transformer(nn.Module):
         The hidden states that enter `feature_layers`, which are counted from 0, follow those after
         the norm in each row: (B, n, (1 + number of layers) * hidden_size).
         """
+        run = self.plain_pass if self.graphs is None else self.graphs.run_pass
+        return run(tokens, cache, depth, mask, feature_layers)
+
+    def plain_pass(
+        self, tokens: list[int] | Tensor, cache: KVCache | None, depth: Tensor | None,
+        mask: Tensor | None, feature_layers: tuple[int, ...],
+    ) -> Tensor:  # fmt: skip
+        """`forward` without CUDA graphs."""
         tokens = torch.as_tensor(tokens, device=self.device)
         tokens = tokens[None] if tokens.dim() == 1 else tokens  # (B, n)
         ctx = make_context(self.rope, self.model.norm.weight, tokens.shape[1], cache, depth, mask)
-        return self.model(tokens, ctx, feature_layers=feature_layers)
+        run = self.compiled or self.model
+        return run(tokens, ctx, feature_layers=feature_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) -> (..., vocab_size)."""

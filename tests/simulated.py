@@ -5,7 +5,7 @@ operators like a CUDA graph, whose replay repeats them on the same tensors with 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,9 +141,8 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[],
     return result, torch.no_grad()(torch.inference_mode(False)(replay))
 
 
-def addresses(module: torch.nn.Module) -> tuple[int, ...]:
+def addresses(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """What `fast.captured.addresses` returns on a GPU."""
-    tensors = *module.parameters(), *module.buffers()
     return tuple(getattr(x, "host", x).data_ptr() for x in tensors)
 
 

@@ -10,7 +10,7 @@ from simulated import DEVICE, Simulated, SimulatedDevice
 
 from minispec import Sampling, UserError
 from minispec.distill import batch
-from minispec.distill.batch import BatchCache, sample_batch
+from minispec.distill.batch import new_cache, prefill, sample_batch
 from minispec.fast import captured
 from minispec.generate import decode
 
@@ -25,17 +25,16 @@ def test_a_right_padded_batch_equals_its_sequences_one_by_one(chunk, monkeypatch
     padded = torch.zeros(3, 70, dtype=torch.long)
     for i, prompt in enumerate(prompts):
         padded[i, : len(prompt)] = torch.tensor(prompt)
-    cache = BatchCache(model, 3, 80)
+    cache = new_cache(model, 3, 80)
     place = cache.place
     cache.place = lambda *args: masks.append(place(*args)[2]) or place(*args)
-    cache.prefill(model, padded)
+    prefill(model, padded, cache)
     assert max(mask.numel() for mask in masks) <= min(chunk, 70) * 70  # for all prompts together
     del cache.place
-    cache.span = 80
-    cache.lengths = torch.tensor([[len(prompt)] for prompt in prompts])
+    cache = cache.view(80, torch.tensor([[len(prompt)] for prompt in prompts]))
     for step in range(3):
         hidden = model(new_tokens[:, step : step + 1], cache)
-        cache.lengths = cache.lengths + 1
+        cache.commit([0])
         for i, prompt in enumerate(prompts):
             expected = model(prompt + new_tokens[i, : step + 1].tolist())[0, -1]
             torch.testing.assert_close(hidden[i, 0], expected, rtol=0, atol=1e-10)
@@ -46,7 +45,7 @@ def test_a_batched_pass_over_several_rows_equals_one_pass_per_sequence(seed):
     """For chains and trees of several rows, and sequences of different committed lengths."""
     rng = random.Random(seed)
     model, vocab = random_model(seed, tied=bool(seed % 2)), 32
-    batched = BatchCache(model, 3, 90)
+    batched = new_cache(model, 3, 90).view(90, torch.zeros(3, 1, dtype=torch.int64))
     caches = [model.new_cache(capacity=90) for _ in range(3)]
     for _ in range(6):
         tree = random_tree(rng, rng.randint(2, 12))
@@ -59,10 +58,10 @@ def test_a_batched_pass_over_several_rows_equals_one_pass_per_sequence(seed):
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
         # the first rows of a tree may be siblings; only a chain's rows may all be committed
         counts = [rng.randint(0, len(tree)) if causal else rng.randint(0, 1) for _ in caches]
-        batched.lengths = batched.lengths + torch.tensor(counts)[:, None]
+        batched.length = batched.length + torch.tensor(counts)[:, None]
         for cache, count in zip(caches, counts):
             cache.commit(list(range(count)))
-    assert len(set(batched.lengths.flatten().tolist())) > 1
+    assert len(set(batched.length.flatten().tolist())) > 1
 
 
 def generators(seed: int, n: int) -> list[torch.Generator]:
@@ -138,6 +137,7 @@ def device(monkeypatch):
     """The simulated device, with graphs."""
     monkeypatch.setattr(captured, "capture", simulated.capture)
     monkeypatch.setattr(captured, "warm_up", lambda run: run())
+    monkeypatch.setattr(captured, "addresses", simulated.addresses)
     monkeypatch.setattr(batch, "is_on_gpu", lambda model: model.device.type == DEVICE.type)
     with SimulatedDevice():
         yield DEVICE

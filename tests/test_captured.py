@@ -12,10 +12,11 @@ from conftest import kinds_of_cases, method_options, random_model, random_tokens
 from simulated import DEVICE, Simulated, SimulatedDevice
 
 from minispec import Sampling
+from minispec.cache import KVCache
 from minispec.certify.methods import cases
 from minispec.certify.toys import two_languages
 from minispec.fast import Int8Linear, captured, optimize_drafter, swap
-from minispec.fast.captured import CachePool, capture_passes
+from minispec.fast.captured import Graphs, capture_passes
 from minispec.generate import METHODS, decode, stream
 from minispec.methods import find_method
 from minispec.methods.vocabulary import Subset
@@ -72,8 +73,8 @@ def captured_case(case: str, model: Transformer) -> dict:
 
 
 def graphs_of(model: Transformer) -> list[tuple]:
-    """The graphs of unused caches of a model."""
-    return [key for memory in model.new_cache.unused for key in memory.graphs]
+    """The keys of a model's graphs."""
+    return list(model.graphs.captured)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -95,7 +96,7 @@ def test_replays_equal_plain_passes(seed):
             path = sorted({0, rng.randrange(len(tree))})
             cache.commit(path)
             expected.commit(path)
-    assert {span for _, span, *_ in cache.graphs} >= {256, 512}
+    assert {span for _, _, span, *_ in graphs_of(model)} >= {256, 512}
 
 
 @pytest.mark.slow
@@ -169,25 +170,37 @@ def test_a_kept_cache_keeps_its_graphs():
     cache, options = model.new_cache(128), captured_options("fastmtp", model)
     options |= {"cache": cache, "max_new_tokens": 6}
     first = decode(model, None, random_tokens(9), "fastmtp", **options)
-    before = set(cache.graphs)
+    before = set(graphs_of(model))
     prompt = random_tokens(9) + first.tokens + [3, 1]
     second = decode(model, None, prompt, "fastmtp", **options)
     assert second.tokens == decode(plain, None, prompt, max_new_tokens=6).tokens
-    assert before and set(cache.graphs) >= before
+    assert before and set(graphs_of(model)) >= before
 
 
 def test_an_unused_cache_gives_its_memory_to_the_next():
-    pool = CachePool(random_model(5, layers=1).to(DEVICE))
-    first, second = pool(100), pool(200)
-    assert first.kv is not second.kv and pool.unused == []
+    graphs = Graphs()
+
+    def new_cache(capacity: int) -> KVCache:
+        return graphs.new_cache(1, 2, 4, capacity, torch.float64, DEVICE)
+
+    def key(cache: KVCache) -> tuple:
+        return captured.memory_key(cache)
+
+    first, second = new_cache(100), new_cache(200)
+    assert key(first) != key(second) and graphs.unused == []
     first.kv.fill_(7)
-    first.graphs["key"] = "graph"
+    copied, before = copy.copy(first), key(first)
     del first
-    third = pool(256)
-    assert third.graphs == {"key": "graph"} and third.capacity == 256 and not third.kv.cpu().any()
+    assert graphs.unused == []
+    del copied
+    third = new_cache(256)
+    assert key(third) == before and third.capacity == 256 and not third.kv.cpu().any()
+    graphs.captured["key"] = "graph"
     del second
-    fourth = pool(257)  # too large for what is free
-    assert fourth.graphs == {} and fourth.lease.memory.capacity == 512 and pool.unused == []
+    fourth = new_cache(257)  # too large for what is free
+    assert graphs.captured == {} and graphs.unused == []
+    del fourth
+    assert [memory.capacity for memory in graphs.unused] == [512]
 
 
 def test_without_graphs_decoding_goes_on(monkeypatch, capsys):
@@ -245,10 +258,10 @@ def test_copies_have_no_graphs():
     cache = model.new_cache(64)
     with torch.no_grad():
         model([1, 2, 3], cache)
-    assert cache.graphs and not copy.deepcopy(cache.graphs)
-    other = copy.deepcopy(model)
-    assert captured.is_captured(model) and not captured.is_captured(other)
-    assert not pickle.loads(pickle.dumps(cache.graphs))
+    options = captured_options("medusa", model) | captured_options("fastmtp", model)
+    for network in model, *options.values():
+        assert network.graphs is not None and copy.deepcopy(network).graphs is None
+    assert graphs_of(model) and pickle.loads(pickle.dumps(model.graphs)) is None
 
 
 @torch.no_grad()
@@ -267,7 +280,7 @@ def test_a_cache_that_another_model_uses():
     for model in first, plain[first]:
         swap(model, Int8Linear)
     check(first)
-    assert len(cache.graphs) == 3
+    assert (len(graphs_of(first)), len(graphs_of(second))) == (2, 1)
 
 
 @pytest.mark.slow
@@ -330,13 +343,13 @@ def test_graphs_do_not_accumulate(monkeypatch):
 def test_a_draft_gets_graphs_like_its_model():
     draft = random_model(1, layers=1).to(DEVICE)
     optimize_drafter({"draft": draft}, random_model(5, layers=1).to(DEVICE))
-    assert not captured.is_captured(draft)
+    assert draft.graphs is None
     optimize_drafter({"draft": draft}, captured_model())
-    assert captured.is_captured(draft)
+    assert draft.graphs is not None
 
 
 def test_training_is_not_captured():
     model = captured_model()
     cache = model.new_cache(64)
     model([1, 2, 3], cache)
-    assert not cache.graphs
+    assert not graphs_of(model)

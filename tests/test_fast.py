@@ -26,14 +26,14 @@ from minispec.certify.toys import random_eagle3_head, random_mtp_head
 from minispec.checkpoints.load import save
 from minispec.fast import (
     Int8Linear,
-    graphs,
+    compiled,
     optimize,
     optimize_drafter,
     products,
     quantized_dtype,
     swap,
 )
-from minispec.fast.graphs import compile_passes
+from minispec.fast.compiled import compile_passes
 from minispec.fast.products import INT8_PRODUCTS, PRODUCTS, TIMED_ROWS, MeasuredLinear
 from minispec.generate import METHODS, decode
 from minispec.methods.vocabulary import Compressed, Language
@@ -361,7 +361,8 @@ def test_an_int8_model_cannot_be_saved(tmp_path):
 def test_the_inputs_of_a_graph_yield_the_plain_pass(seed):
     """Random trees, chains and commits, passed through the tensors that a graph takes."""
     rng, model, plain = random.Random(seed), random_model(seed), random_model(seed)
-    graphs.CompiledPass(model.model, "forward").graphs[()] = graphs.FunctionalPass(plain.model)
+    model.compiled = compiled.CompiledPass(model.model)
+    model.compiled.graphs[()] = compiled.FunctionalPass(plain.model)
     cache, plain_cache = model.new_cache(128), plain.new_cache(128)
     for _ in range(12):
         tree = random_tree(rng, rng.randint(1, 9))
@@ -383,7 +384,7 @@ def test_a_graph_of_int8_weights_contains_the_product_for_one_row(product):
         if isinstance(layer, Int8Linear):
             layer.products = [product] + ["dequantised"] * (len(TIMED_ROWS) - 1)
     with torch.no_grad():
-        graph = graphs.export(model, graphs.FunctionalPass(model.model)).graph
+        graph = compiled.export(model, compiled.FunctionalPass(model.model)).graph
     operators = [str(node.target) for node in graph.nodes]
     linears = 7 * model.config.layers
     assert operators.count("aten._weight_int8pack_mm.default") == (
@@ -391,15 +392,15 @@ def test_a_graph_of_int8_weights_contains_the_product_for_one_row(product):
 
 
 def test_copies_and_pickles_of_a_compiled_module_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(graphs, "cached_graph", lambda _, functional: functional)
+    monkeypatch.setattr(compiled, "cached_graph", lambda _, functional: functional)
     model, tokens = random_model(), random_tokens(9)
     head = random_mtp_head(model, 2)
     compile_passes(model)  # the linear layers stay, as on a GPU
     optimize_drafter({"head": head}, model)
     for network, norm in (model, "model.norm"), (head, "final_layernorm"):
-        assert graphs.is_compiled(network)
+        assert network.compiled
         for other in copy.deepcopy(network), pickle.loads(pickle.dumps(network)):
-            assert not graphs.is_compiled(other)
+            assert not other.compiled
             other.get_submodule(norm).requires_grad_(False).weight.zero_()
             hidden = torch.ones(1, 9, 16, dtype=torch.float64)
             inputs = (tokens,) if network is model else (hidden, hidden)
@@ -408,25 +409,25 @@ def test_copies_and_pickles_of_a_compiled_module_are_not_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["minispec.model", "minispec.methods.fastmtp",
-                                  "minispec.fast.graphs"])  # fmt: skip
+                                  "minispec.fast.compiled"])  # fmt: skip
 def test_a_graph_is_compiled_again_after_a_change_of_the_code(name, tmp_path, monkeypatch):
     head = random_mtp_head(random_model(), 2)
-    functional, spec = graphs.FunctionalPass(head), sys.modules[name].__spec__
-    key = graphs.graph_key(head, functional)
-    assert graphs.graph_key(head, functional) == key
+    functional, spec = compiled.FunctionalPass(head), sys.modules[name].__spec__
+    key = compiled.graph_key(head, functional)
+    assert compiled.graph_key(head, functional) == key
     edited = tmp_path / "edited.py"
     edited.write_text(Path(spec.origin).read_text(encoding="utf-8") + "# edited", encoding="utf-8")
     monkeypatch.setattr(spec, "origin", str(edited))
-    assert graphs.graph_key(head, functional) != key
+    assert compiled.graph_key(head, functional) != key
 
 
 def test_graphs_differ_in_their_feature_layers_and_in_the_form_of_a_head():
     model, keys = random_model(), set()
     for layers in (), (0,), (0, 1):
-        keys.add(graphs.graph_key(model, graphs.FunctionalPass(model.model, layers)))
+        keys.add(compiled.graph_key(model, compiled.FunctionalPass(model.model, layers)))
     head = random_eagle3_head(model, 2)
     for head.midlayer.norm_before_residual in False, True:
-        keys.add(graphs.graph_key(head, graphs.FunctionalPass(head)))
+        keys.add(compiled.graph_key(head, compiled.FunctionalPass(head)))
     assert len(keys) == 5
 
 
@@ -442,10 +443,10 @@ def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, mon
         optimize_drafter(options["fastmtp"], model)
         optimize_drafter(options["eagle3"], model)  # a graph more, after the layers were replaced
         assert ("compiling Backbone" in capsys.readouterr().err) == (not cached)
-        assert graphs.is_compiled(options["fastmtp"]["head"])
+        assert options["fastmtp"]["head"].compiled
         layers = options["eagle3"]["head"].feature_layers
-        assert graphs.is_compiled(options["eagle3"]["head"])
-        assert model.model.forward.graphs.keys() == {(), layers}
+        assert options["eagle3"]["head"].compiled
+        assert model.compiled.graphs.keys() == {(), layers}
         for method in METHODS:
             run = decode(model, None, prompt, method, max_new_tokens=60, **options[method])
             assert run.tokens == expected, method
@@ -456,18 +457,18 @@ def test_a_full_disk_is_reported_with_the_folders_of_graphs(tmp_path, monkeypatc
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(torch.export, "export", full)
     model = random_model()
-    compiled = model, graphs.FunctionalPass(model.model), tmp_path / "graph.pt2"
+    arguments = model, compiled.FunctionalPass(model.model), tmp_path / "graph.pt2"
     with pytest.raises(UserError, match=f"No space left on device in {tmp_path} or "):
-        graphs.compile_graph(*compiled)
-    monkeypatch.setattr(graphs, "export", lambda *_: None)
+        compiled.compile_graph(*arguments)
+    monkeypatch.setattr(compiled, "export", lambda *_: None)
     monkeypatch.setattr(
         torch._inductor, "aoti_compile_and_package",
         lambda _, package_path, **options: package_path.write(b"x" * 1000),
     )  # fmt: skip
-    compiled[2].write_text("earlier")
+    arguments[2].write_text("earlier")
     with file_limit(500), pytest.raises(UserError, match=r"graph.pt2 cannot be written: .*large$"):
-        graphs.compile_graph(*compiled)
-    assert compiled[2].read_text() == "earlier" and list(tmp_path.iterdir()) == [compiled[2]]
+        compiled.compile_graph(*arguments)
+    assert arguments[2].read_text() == "earlier" and list(tmp_path.iterdir()) == [arguments[2]]
 
 
 def test_compiling_needs_a_folder_a_compiler_and_a_known_device(tmp_path, monkeypatch):

@@ -13,47 +13,27 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minispec.cache import placement
+from minispec.cache import KVCache
 from minispec.fast.captured import SPAN, Graphs
-from minispec.fast.graphs import is_on_gpu
+from minispec.fast.compiled import is_on_gpu
 from minispec.model import CHUNK, Transformer
 from minispec.sampling import Sampling, not_finite, sample_inverse_cdf, warp
 
 BURST = 16  # maximum steps between two reads by the host
 
 
-class BatchCache:
-    """A key-value cache of `rows` sequences. `lengths` (rows, 1), or (1, 1) if all are equal, is
-    the number of each sequence's committed cache rows, a tensor on the device, so that a graph can
-    read it. A pass reads the first `span` cache rows of each sequence."""
+def new_cache(model: Transformer, rows: int, capacity: int) -> KVCache:
+    """An empty cache for `rows` sequences."""
+    c = model.config
+    device = model.device
+    return KVCache(c.layers, c.kv_heads, c.head_dim, capacity, model.dtype, device, rows)
 
-    def __init__(self, model: Transformer, rows: int, capacity: int):
-        c = model.config
-        shape = 2, c.layers, rows, capacity, c.kv_heads, c.head_dim
-        self.kv = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.lengths = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
-        self.row_ids = torch.arange(max(rows, capacity), device=model.device)
-        self.span = capacity
 
-    def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See KVCache. If all lengths are equal, the mask is (1, 1, n, span)."""
-        ids = self.row_ids[: len(self.lengths), None]
-        return placement(self.lengths, ids, self.row_ids[: self.span], depth, mask)
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See KVCache."""
-        keys, values, ids = *self.kv[:, layer], self.row_ids[: len(k), None]
-        keys[ids, slots] = k
-        values[ids, slots] = v
-        return keys[:, : self.span], values[:, : self.span]
-
-    def prefill(self, model: Transformer, tokens: Tensor) -> None:
-        """Feed `tokens` (rows, n) to an empty cache in chunks, without a mask for each row."""
-        for start in range(0, tokens.shape[1], CHUNK):
-            chunk = tokens[:, start : start + CHUNK]
-            self.lengths = self.row_ids[start : start + 1, None]
-            self.span = start + chunk.shape[1]
-            model(chunk, self)
+def prefill(model: Transformer, tokens: Tensor, cache: KVCache) -> None:
+    """Feed and commit `tokens` (rows, n) in chunks, without a mask for each row."""
+    for chunk in tokens.split(CHUNK, dim=1):
+        model(chunk, cache)
+        cache.commit(list(range(chunk.shape[1])))
 
 
 @dataclass
@@ -67,13 +47,15 @@ class Text:
 
 class Batch:
     """Texts of up to `n` new tokens, one in each row. A text that has ended stays in its row,
-    unchanged, until it is replaced or dropped."""
+    unchanged, until it is replaced or dropped. Passes see a view of the cache, whose own length
+    stays 0."""
 
     def __init__(self, model: Transformer, n: int, sampling: Sampling, rows: int, capacity: int):
         self.model, self.n, self.sampling = model, n, sampling
         # an ended text's row is written up to BURST - 1 rows further
-        self.cache = BatchCache(model, rows, capacity + BURST)
-        self.graphs = Graphs() if is_on_gpu(model) else None
+        self.cache = new_cache(model, rows, capacity + BURST)
+        self.cache.user = self
+        self.graphs = Graphs(model) if is_on_gpu(model) else None
         self.texts: list[Text | None] = [None] * rows
 
     def start(self, texts: dict[int, Text]) -> None:
@@ -85,17 +67,15 @@ class Batch:
         fed = [torch.tensor(text.prompt[:-1], dtype=torch.int64) for text in texts.values()]
         if any(map(len, fed)):
             padded = nn.utils.rnn.pad_sequence(fed, batch_first=True)
-            new = BatchCache(self.model, *padded.shape)
-            new.prefill(self.model, padded)  # rows written for padding are never committed
+            new = new_cache(self.model, *padded.shape)
+            prefill(self.model, padded, new)
             self.cache.kv[:, :, list(texts), : padded.shape[1]] = new.kv
 
     def drop(self, rows: list[int]) -> None:
         """Drop these rows from the batch."""
         kept = sorted({*range(len(self.texts))} - {*rows})
         self.texts = [self.texts[row] for row in kept]
-        self.cache.kv = self.cache.kv[:, :, kept]
-        if self.graphs is not None:
-            self.graphs.clear()
+        self.cache.set_storage(self.cache.kv[:, :, kept], 0)
 
     def extend(self) -> list[int]:
         """Extend each text by up to BURST tokens. Returns the rows whose texts have just ended."""
@@ -125,7 +105,7 @@ class Batch:
         needed = max(map(len, texts)) + uniforms.shape[1]
         if self.graphs is not None:
             needed = -(-needed // SPAN) * SPAN
-        span = min(needed, self.cache.kv.shape[3])
+        span = min(needed, self.cache.capacity)
         tokens = torch.tensor([text[-1] for text in texts], device=device)
         lengths = torch.tensor([[len(text) - 1] for text in texts], device=device)
         # MPS has no float64
@@ -141,16 +121,16 @@ class Batch:
         """Run `step`, on a GPU as a graph if possible."""
         run, found = partial(self.step, span), None
         if self.graphs is not None and not self.graphs.failed:
-            found = self.graphs.replay((span,), lambda: run, inputs, self.model.device)
+            key = span, *self.graphs.key(self.cache)
+            found = self.graphs.replay(key, run, inputs, self.model.device)
         return run(*inputs) if found is None else found.clone()
 
     def step(self, span: int, tokens: Tensor, lengths: Tensor, uniforms: Tensor) -> Tensor:
         """Feed the newest token of each row and draw the next one, (B,) each. A token of -1 means
         that the logits contained NaN or infinity. Everything that changes from step to step is in
         the tensors, so one graph can replay it."""
-        self.cache.span, self.cache.lengths = span, lengths
         fed = tokens.clamp(min=0)[:, None]  # the host raises after the burst
-        logits = self.model.logits(self.model(fed, self.cache)[:, 0])
+        logits = self.model.logits(self.model(fed, self.cache.view(span, lengths))[:, 0])
         if self.sampling.temperature == 0:
             largest, drawn = logits.max(-1)
         else:

@@ -12,8 +12,8 @@ from torch import nn
 from minispec import distributed
 from minispec.checkpoints.load import pick_device
 from minispec.cli import UserError, note
-from minispec.fast.captured import capture_passes, is_captured
-from minispec.fast.graphs import compile_passes, is_compiled, is_on_gpu
+from minispec.fast.captured import capture_passes
+from minispec.fast.compiled import compile_passes, is_on_gpu
 from minispec.fast.products import (
     INT8_ROWS,
     Int8Linear,
@@ -55,14 +55,13 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
 def optimize_drafter(drafter: dict, model: Transformer) -> None:
     """Optimise what a method drafts with for an optimised model: the modules and the vocabulary in
     `drafter`, a method's options."""
-    compiled, captured = is_compiled(model), is_captured(model)
-    if type(model.lm_head) is nn.Linear and not compiled and not captured:  # not optimised
-        return
+    if type(model.lm_head) is nn.Linear and not model.compiled and not model.graphs:
+        return  # the model is not optimised
     for value in drafter.values():
-        if isinstance(value, RecurrentHead) and compiled:
+        if isinstance(value, RecurrentHead) and model.compiled:
             compile_passes(value)
             compile_passes(model, value.feature_layers)
-        if isinstance(value, Transformer | RecurrentHead | MedusaHeads) and captured:
+        if isinstance(value, Transformer | RecurrentHead | MedusaHeads) and model.graphs:
             capture_passes(value)
         if isinstance(value, nn.Module):
             optimize_layers(value)

@@ -88,7 +88,7 @@ def memoised(
     """Return `measure()`, the cost that `key` stands for, as rank 0 measures it. It is kept in the
     model's memo and measured again only after the passes, the device, the dtype or the vocabulary
     have changed."""
-    passes = type(model.lm_head), model.forward, model.model.forward
+    passes = type(model.lm_head), model.graphs, model.compiled
     state = model.device, model.dtype, passes, vocabulary
     if key not in model.memo or model.memo[key][0] != state:
         cost = measure()

@@ -49,15 +49,19 @@ class RecurrentHead(nn.Module):
     rope: Rope
     feature_layers: tuple[int, ...] = ()
     acceptance: list[float] | None = None
+    compiled: Callable[..., Tensor] | None = None  # see Transformer: in place of run_block
+    graphs = None  # a captured.DraftGraphs
 
     def new_cache(self, capacity: int) -> KVCache:
         """Return a cache for the head, with one layer."""
         c, weight = self.config, next(self.parameters())
-        return KVCache(1, c.kv_heads, c.head_dim, capacity, weight.dtype, weight.device)
+        new = KVCache if self.graphs is None else self.graphs.new_cache
+        return new(1, c.kv_heads, c.head_dim, capacity, weight.dtype, weight.device)
 
     def drafter(self, model: Transformer, cache: KVCache, offset: int) -> "HeadDrafter":
         """Return a HeadDrafter that runs this head for `model`."""
-        return HeadDrafter(self, model, cache, offset)
+        new = HeadDrafter if self.graphs is None else self.graphs.drafter
+        return new(self, model, cache, offset)
 
     def start(
         self, model: Transformer, cache: KVCache, head_cache: KVCache | None
@@ -92,7 +96,8 @@ class RecurrentHead(nn.Module):
         """Hidden states (B, n, d) and embedded tokens (B, n, d) -> outputs (B, n, d), which feed
         lm_head and the next step. The other arguments are as in Transformer.forward."""
         ctx = make_context(self.rope, hidden, hidden.shape[1], cache, depth, mask)
-        return self.run_block(hidden, embedded, ctx)
+        run = self.compiled or self.run_block
+        return run(hidden, embedded, ctx)
 
 
 class MTPHead(RecurrentHead, Block):

@@ -68,10 +68,16 @@ class MedusaHeads(nn.ModuleList):
         self.layers, self.shared = layers, vocab_size is None
         self.tree: list[RankPath] = [(0,) * heads]
         self.accuracy: Tensor | None = None
+        self.graphs = None  # a captured.HeadGraphs, which runs the heads for one hidden state
 
     def forward(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
         """The target's hidden states (..., d), after its final norm -> logits (K, ..., V). Heads
         without projections use `draft_head`: the target's lm_head, or some of its rows."""
+        run = self.plain_pass if self.graphs is None else self.graphs.run_pass
+        return run(hidden, draft_head)
+
+    def plain_pass(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
+        """`forward` without CUDA graphs."""
         outputs = torch.stack([head(hidden) for head in self])
         return draft_head.logits(outputs) if self.shared else outputs
 

@@ -43,6 +43,7 @@ def median_round(row: str, temperature: float, graphs: bool) -> tuple[int, int]:
 
 if __name__ == "__main__":
     captured.capture, captured.warm_up = simulated.capture, lambda run: run()
+    captured.addresses = simulated.addresses
     print("| method | temperature | launches, eager | launches, graphs | synchronisations |")
     print("|---|---|---|---|---|")
     with simulated.SimulatedDevice():

@@ -1,4 +1,6 @@
-"""Forward passes as compiled graphs."""
+"""Forward passes as compiled graphs. AOTInductor's calls are in torch's documentation, although the
+name of their module, torch._inductor, begins with an underscore: there is no other way to keep a
+compiled pass in a file."""
 
 import contextlib
 import io
@@ -8,7 +10,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -38,57 +39,42 @@ class FunctionalPass(nn.Module):
         self, inputs: list[Tensor], cos: Tensor, sin: Tensor, attn_mask: Tensor, slots: Tensor,
         keys: list[Tensor], values: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        ctx = ForwardContext(cos, sin, attn_mask, CacheView(keys, values), slots)
+        ctx = ForwardContext(cos, sin, attn_mask, LayersOfCache(keys, values, slots), slots)
         if isinstance(self.module, Backbone):
-            # of tokens (1, n)
-            return Backbone.forward(self.module, *inputs, ctx, self.feature_layers)
-        plain = type(self.module).run_block  # of hidden and embedded, (1, n, d) each
-        return plain(self.module, *inputs, ctx)
+            return self.module(*inputs, ctx, self.feature_layers)  # of tokens (1, n)
+        return self.module.run_block(*inputs, ctx)  # of hidden and embedded, (1, n, d) each
 
 
-@dataclass
-class CacheView:
-    """The part of a cache for one sequence that a graph uses."""
+class LayersOfCache(KVCache):
+    """A view of a cache, of which a pass has nothing but the tensors."""
 
-    k: list[Tensor]
-    v: list[Tensor]
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See KVCache."""
-        self.k[layer][:, slots[0]] = k
-        self.v[layer][:, slots[0]] = v
-        return self.k[layer], self.v[layer]
+    def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor):
+        self.k, self.v, self.length = keys, values, slots[:, :1]
 
 
-class Replaced:
-    """Stands in for the method `name` of a module, which remains as `plain`. Copies and pickles of
-    the module have the plain method: a graph holds its module's weights."""
+class CompiledPass:
+    """Runs in place of a backbone or of a head's block. Passes over 1 to MAX_ROWS rows of one
+    sequence run as the compiled graph of their feature layers, if there is one. On a GPU, these are
+    only passes that a CUDA graph records. Copies and pickles of the module have None instead: a
+    graph holds its module's weights."""
 
-    def __init__(self, module: nn.Module, name: str):
-        self.module, self.name, self.plain = module, name, getattr(module, name)
-        setattr(module, name, self)
+    def __init__(self, module: Backbone | RecurrentHead):
+        self.plain = module.run_block if isinstance(module, RecurrentHead) else module
+        self.on_gpu = is_on_gpu(module)
+        self.graphs: dict[tuple[int, ...], Callable[..., Tensor]] = {}
 
     def __reduce__(self) -> tuple:
-        return getattr, (self.module, self.name)
-
-
-class CompiledPass(Replaced):
-    """Passes over 1 to MAX_ROWS rows of one sequence run as the compiled graph of their feature
-    layers, if there is one. On a GPU, these are only passes that a CUDA graph records."""
-
-    def __init__(self, module: Backbone | RecurrentHead, name: str):
-        super().__init__(module, name)
-        self.cache_type = CacheView if is_on_gpu(module) else KVCache
-        self.graphs: dict[tuple[int, ...], Callable[..., Tensor]] = {}
+        return type(None), ()
 
     def __call__(self, *inputs: Tensor | ForwardContext, **options) -> Tensor:
         *tensors, ctx = inputs
-        graph = self.graphs.get(options.get("feature_layers", ()))
-        fits = isinstance(ctx.cache, self.cache_type) and len(ctx.slots) == 1
-        if graph is None or not fits or ctx.slots.numel() > MAX_ROWS:
+        graph, cache = self.graphs.get(options.get("feature_layers", ())), ctx.cache
+        if graph is None or cache is None or ctx.slots.numel() > MAX_ROWS:
+            return self.plain(*inputs, **options)
+        if len(cache.k[0]) > 1 or isinstance(cache.length, Tensor) != self.on_gpu:
             return self.plain(*inputs, **options)
         span = ctx.attn_mask.shape[-1]
-        keys, values = ([layer[:, :span] for layer in kv] for kv in (ctx.cache.k, ctx.cache.v))
+        keys, values = ([layer[:, :span] for layer in kv] for kv in (cache.k, cache.v))
         return graph(tensors, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
 
 
@@ -96,22 +82,11 @@ def is_on_gpu(module: nn.Module) -> bool:
     return next(module.parameters()).device.type == "cuda"
 
 
-def is_compiled(network: Transformer | RecurrentHead) -> bool:
-    """Whether `compile_passes` has compiled the network."""
-    return isinstance(getattr(*compiled_method(network)), CompiledPass)
-
-
-def compiled_method(network: Transformer | RecurrentHead) -> tuple[Backbone | RecurrentHead, str]:
-    """The module and the name of its method that a compiled pass replaces."""
-    is_head = isinstance(network, RecurrentHead)
-    return (network, "run_block") if is_head else (network.model, "forward")
-
-
 def compile_passes(network: Transformer | RecurrentHead, layers: tuple[int, ...] = ()) -> None:
     """Let a CompiledPass run the network's passes with these feature `layers` from now on."""
-    module, name = compiled_method(network)
-    if is_compiled(network) and layers in getattr(module, name).graphs:
+    if network.compiled is not None and layers in network.compiled.graphs:
         return
+    module = network if isinstance(network, RecurrentHead) else network.model
     functional = FunctionalPass(module, layers)
     device = next(module.parameters()).device.type
     if device == "cuda":  # the kernels of a CUDA graph, compiled for each shape that has one
@@ -122,8 +97,8 @@ def compile_passes(network: Transformer | RecurrentHead, layers: tuple[int, ...]
         graph = cached_graph(network, functional)
     else:
         raise UserError(f"--compile works on cpu and cuda, not on {device}")
-    compiled = getattr(module, name) if is_compiled(network) else CompiledPass(module, name)
-    compiled.graphs[layers] = graph
+    network.compiled = network.compiled or CompiledPass(module)
+    network.compiled.graphs[layers] = graph
 
 
 def check_compiler(device: str) -> None:
