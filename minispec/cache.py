@@ -89,7 +89,7 @@ class KVCache:
             self.kv[:, :, :, start : start + len(path)] = self.kv[:, :, :, rows]
         self.length = start + len(path)
 
-    def truncate(self, length: int | Tensor) -> None:
+    def truncate(self, length: int) -> None:
         """Discard every row from `length` on."""
         assert isinstance(length, Tensor) or 0 <= length <= self.length
         self.length = length
