@@ -281,8 +281,8 @@ class CapturedDrafter(HeadDrafter):
         return found
 
     def replay(
-        self, key: object, function: Callable[[HeadDrafter, Tensor, Tensor], Tensor], hidden: Tensor,
-        tokens: list[int], scratch: int = 0,
+        self, key: object, function: Callable[[HeadDrafter, Tensor, Tensor], Tensor],
+        hidden: Tensor, tokens: list[int], scratch: int = 0,
     ) -> Tensor | None:  # fmt: skip
         """The graph of a function of a plain drafter, hidden states and tokens. It writes `scratch`
         rows after those of the tokens."""
