@@ -5,16 +5,12 @@ each holds the whole model and computes a part of the data: data parallelism.
     torchrun --nproc-per-node 2 -m minispec.generate "Once upon a time" --model DIR
 
 A rank's shard of a model is an ordinary Transformer with 1/N of the heads and of the MLP's inner
-size. From the checkpoint it reads the rows of q, k, v, gate and up that compute its part, and the
-columns of o and down that multiply it. If there are more ranks than key/value heads, each rank
-holds the one that its query heads read. What its attention and its MLP return are then terms of a
-sum over the ranks. Apart from a digest of the tokens (see `check_agreement`), this all-reduce is
-all that ranks exchange in a pass; the cache holds the rank's own heads. A draft model that N ranks
-cannot share is whole on each of them.
+size: the rows of q, k, v, gate and up, and the columns of o and down. With more ranks than
+key/value heads, each rank holds the one that its query heads read. An all-reduce sums the outputs
+of each attention and MLP over the ranks. A draft model that N ranks cannot share is whole on each.
 
-Embedding, lm_head and norms are replicated: drafts and heads use the first two, and ranks that
-compute the same logits and draw from the same seed choose the same tokens without a message.
-Measurements differ from rank to rank, so all of them use those of rank 0.
+Embedding, lm_head and norms are replicated, so ranks that draw from the same seed choose the same
+tokens without a message. Measurements differ from rank to rank, so all use those of rank 0.
 """
 
 import atexit
@@ -62,9 +58,8 @@ tensor_parallel = Group()  # those that share each model: the world in generate 
 
 
 def join_tensor_parallel() -> None:
-    """Join the processes that torchrun started, if it did, and share models with them. From now on,
-    `load` reads only this rank's shard of a model; of a file that is not .safetensors, it reads all
-    and keeps the shard. Raises UserError as `join` does."""
+    """Join the processes that torchrun started, if it did, and share models with them: from now on,
+    `load` returns this rank's shard. Raises UserError as `join` does."""
     global tensor_parallel
     join()
     tensor_parallel = world
@@ -114,7 +109,7 @@ def require_one_process(name: str) -> None:
 
 def shard_config(config: Config, n: int | None = None, draft: bool = False) -> Config:
     """The config of a rank's shard of a model that `n` ranks share (default: the current number).
-    If a size does not suit it, raises UserError; a `draft` is left whole instead."""
+    Raises UserError if they cannot share it; a `draft` is left whole instead."""
     n = tensor_parallel.size if n is None else n
     copies = n // config.kv_heads if n % config.kv_heads == 0 else 1
     for name, parts in ("heads", n), ("kv_heads", n // copies), ("intermediate_size", n):
@@ -131,8 +126,8 @@ def shard_config(config: Config, n: int | None = None, draft: bool = False) -> C
 
 
 def shard(name: str, tensor: Tensor, config: Config) -> Tensor:
-    """The shard of a checkpoint's tensor for a rank with this config: the whole of it, if it is
-    replicated. `tensor` may also be a slice of safetensors, of which only the shard is read."""
+    """This rank's shard of a checkpoint's tensor, or all of it if it is replicated. `tensor` may
+    also be a slice of safetensors, of which only the shard is read."""
     rank = tensor_parallel.rank if config.ranks > 1 else 0
     dim, parts = split_of(name, config)
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
@@ -148,8 +143,8 @@ def shard(name: str, tensor: Tensor, config: Config) -> Tensor:
 
 
 def split_of(name: str, config: Config) -> tuple[int, int]:
-    """The dimension along which ranks split the weight of this name, and the number of parts: one
-    if it is replicated, fewer than ranks if several hold the same keys and values."""
+    """The dimension along which ranks split the weight of this name, and the number of parts: 1 if
+    it is replicated, fewer than ranks if several hold the same keys and values."""
     dim = next((dim for dim, names in SPLIT.items() if names.fullmatch(name)), None)
     copies = config.kv_copies if re.search(r"self_attn\.[kv]_proj", name) else 1
     return (0, 1) if dim is None else (dim, config.ranks // copies)
@@ -167,9 +162,8 @@ def count_whole(module: nn.Module) -> int:
 def largest_in_rows(weight: Tensor, name: str) -> Tensor:
     """The largest absolute value in each row of a weight matrix. `weight` may be a shard of it."""
     largest = weight.abs().amax(1)  # (out,)
-    if tensor_parallel.size > 1 and SPLIT[1].fullmatch(name):  # a shard has parts of all rows
-        all_reduce_in_place(largest, dist.ReduceOp.MAX)
-    return largest
+    is_split = SPLIT[1].fullmatch(name)  # a shard has parts of all rows
+    return all_reduce(largest, dist.ReduceOp.MAX) if is_split else largest
 
 
 def all_reduce_outputs(module: nn.Module) -> None:
@@ -181,17 +175,18 @@ def all_reduce_outputs(module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda _, inputs: check_agreement(*inputs))
     for layer in module.modules():
         if isinstance(layer, Attention | MLP):
-            layer.register_forward_hook(lambda _, inputs, x: all_reduce_in_place(x.contiguous()))
+            layer.register_forward_hook(lambda _, inputs, x: all_reduce(x))
 
 
 def check_agreement(*values: object) -> None:
-    """Raise UserError on all ranks that share a model if a list or tensor among these values is not
-    the same on all. Each rank chooses tokens by itself, and processors may round differently."""
+    """Raise UserError on all ranks that share a model unless the lists and tensors among these
+    values are the same on all. (Ranks choose tokens alone, and processors may round differently.)
+    """
     if tensor_parallel.size == 1:
         return
     arrays = [torch.as_tensor(x).cpu().numpy() for x in values if isinstance(x, list | Tensor)]
     digest = zlib.crc32(b"".join(array.tobytes() for array in arrays))
-    largest = all_reduce_in_place(torch.tensor([digest, -digest]), dist.ReduceOp.MAX)
+    largest = all_reduce(torch.tensor([digest, -digest]), dist.ReduceOp.MAX)
     if largest.sum():  # the largest digest minus the smallest
         raise UserError("the ranks computed different tokens; use processors of one kind")
 
@@ -249,13 +244,11 @@ def all_gather(value: T) -> list[T]:
     return values
 
 
-def all_reduce(x: Tensor) -> Tensor:
-    """The sum of a tensor over all processes, without gradients."""
-    return all_reduce_in_place(x.detach().clone()) if world.size > 1 else x
-
-
-def all_reduce_in_place(x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
-    """Replace a tensor by its sum, or another reduction, over all processes, and return it."""
+def all_reduce(x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    """The sum of a tensor, or another reduction, over all processes, without gradients."""
+    if world.size == tensor_parallel.size == 1:
+        return x
+    x = x.detach().clone(memory_format=torch.contiguous_format)
     with connected():
         dist.all_reduce(x, op)
     return x

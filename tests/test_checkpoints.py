@@ -87,8 +87,10 @@ def test_weights_in_the_files_dtype_are_mapped_and_training_never_writes_to_the_
     folder, monkeypatch
 ):
     """Not copied. Saving the trained model replaces the file; the old one stays mapped."""
-    read, read_file, path = {}, weights.read_file, folder / "model.safetensors"
-    monkeypatch.setattr(weights, "read_file", lambda p: read.update(read_file(p)) or dict(read))
+    read, read_tensors, path = {}, weights.read_tensors, folder / "model.safetensors"
+    monkeypatch.setattr(
+        weights, "read_tensors", lambda *which: read.update(read_tensors(*which)) or dict(read)
+    )
     write_tensors(path, tensors(folder), torch.float32)
     stored, before = path.read_bytes(), logits(folder)
     model, _ = load(folder, "float32", "cpu")
@@ -107,7 +109,7 @@ def test_weights_in_the_files_dtype_are_mapped_and_training_never_writes_to_the_
 def test_each_tensor_is_released_before_the_next_is_converted(folder, monkeypatch):
     alive, counts, is_finite = [], [], weights.is_finite
 
-    def read_file(path):
+    def read_tensors(path, config):
         tensors = load_file(path)
         alive.extend(map(weakref.ref, tensors.values()))
         return tensors
@@ -116,7 +118,7 @@ def test_each_tensor_is_released_before_the_next_is_converted(folder, monkeypatc
         counts.append(sum(ref() is not None for ref in alive))
         return is_finite(tensor)
 
-    monkeypatch.setattr(weights, "read_file", read_file)
+    monkeypatch.setattr(weights, "read_tensors", read_tensors)
     monkeypatch.setattr(weights, "is_finite", count)
     load(folder, "float64", "cpu")
     assert counts == list(range(len(alive), 0, -1))

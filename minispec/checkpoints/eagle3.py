@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoints.config import BOOLEAN, SIZE, CheckedJson, config_json, parse_config
-from minispec.checkpoints.heads import fill_head, read_heads, save_measured, shared_fields
+from minispec.checkpoints.heads import fill_head, header, read_heads, save_measured
 from minispec.checkpoints.load import Place, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import write_tensors
@@ -44,8 +44,8 @@ def config_of(source: Place) -> CheckedJson:
 def load_eagle3(
     source: Place, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> Eagle3Head:
-    """Load the head from a directory, a hub id or a file to the model's device and dtype. Raises
-    UserError for a head of another model or tokenizer."""
+    """Load the head from a directory, a hub id or a file. Raises UserError for a head of another
+    model or tokenizer."""
     keys, target = config_of(source), model.config
     config = shard_config(head_config(keys), draft=True)
     tensors, folder = read_heads(source, "", config, tokenizer)
@@ -117,14 +117,13 @@ def save_eagle3(
         RESIDUAL: head.midlayer.norm_before_residual,
         LAYER_IDS: list(head.feature_layers),
         "num_aux_hidden_states": len(head.feature_layers),  # vLLM expects 3 otherwise
-    } | shared_fields(base, tokenizer)
+    } | header(base, tokenizer)
     if speculators:
         config |= {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
             "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
+                "algorithm": "eagle3", "default_proposal_method": "greedy",
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
                 "verifier": {"name_or_path": base, "architectures": layer["architectures"]},
             },

@@ -37,8 +37,8 @@ def read_heads(
     source: Place, prefix: str, config: Config, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Tensor], Path]:
     """Return the tensors of heads for a model with this config, without the prefix, and their
-    directory. `source` is a file, a directory or a hub id that holds a full model or only the
-    heads. Raises UserError if a tokenizer or a fingerprint next to the heads is another one."""
+    directory. `source` holds a full model or only the heads. Raises UserError if they were made
+    with another tokenizer."""
     path, names = Path(source), MEDUSA_FILES if prefix == MEDUSA_PREFIX else ()
     folder = path.parent if path.is_file() else resolve(source)
     only_heads = [path] if path.is_file() else [folder / n for n in names if (folder / n).is_file()]
@@ -59,7 +59,7 @@ def read_heads(
     return heads, folder
 
 
-def shared_fields(base: str, tokenizer: Tokenizer | None) -> dict[str, str | None]:
+def header(base: str, tokenizer: Tokenizer | None) -> dict[str, str | None]:
     """Return the fields that every format's config.json has. `base` is the target's name."""
     fingerprint = tokenizer.fingerprint if tokenizer else None
     return {"base_model_name_or_path": base, "tokenizer_fingerprint": fingerprint}
@@ -68,8 +68,8 @@ def shared_fields(base: str, tokenizer: Tokenizer | None) -> dict[str, str | Non
 def save_measured(
     heads: MedusaHeads | RecurrentHead, directory: Path, config: dict | None = None
 ) -> None:
-    """Write `config`, by default config.json itself, with what was measured of the heads: the tree
-    and the accuracies of Medusa's, or the acceptance by step."""
+    """Write `config` (default: the present config.json) with the heads' tree and accuracy, or their
+    acceptance by step."""
     file = directory / "config.json"
     config = config or optional_json(file)
     if isinstance(heads, MedusaHeads):
@@ -86,11 +86,10 @@ def save_measured(
 def load_medusa(
     source: Place, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> MedusaHeads:
-    """Load the heads from a file, a directory or a hub id to the model's device and dtype.
-
-    Reads the layouts v1 (projections in the file), v2 (residual blocks only), Medusa-1.0 (in a full
-    model, under `medusa_head.`) and vLLM's. The tensors determine the numbers of heads and layers,
-    not config.json. Raises UserError for heads of another model or tokenizer."""
+    """Load the heads from a file, a directory or a hub id: in the layouts v1 (with projections), v2
+    (residual blocks only), Medusa-1.0 (in a full model, under `medusa_head.`) and vLLM's. The
+    tensors determine the numbers of heads and layers, not config.json. Raises UserError for heads
+    of another model or tokenizer."""
     tensors, folder = read_heads(source, MEDUSA_PREFIX, model.config, tokenizer)
     matches = list(filter(None, map(MEDUSA_NAME.fullmatch, tensors)))
     count = 1 + max((int(match[1]) for match in matches), default=-1)
@@ -125,8 +124,8 @@ def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
 
 
 def read_tree(heads: MedusaHeads, path: Path) -> None:
-    """Set the tree and the accuracies from config.json. The default is the published tree, cut to
-    the number of heads."""
+    """Set the tree and the accuracies from config.json. By default, the tree is the published one,
+    cut to the number of heads."""
     config, depth = optional_json(path), len(heads)
     heads.tree = [ranks for ranks in PUBLISHED_TREES["mc_sim_7b_63"] if len(ranks) <= depth]
     with user_error(f"{path}: invalid medusa_choices or medusa_accuracy"):
@@ -146,15 +145,15 @@ def save_medusa(
     weights.write_tensors(directory / MEDUSA_FILES[0], heads.state_dict(), dtype)
     numbers = {"medusa_num_heads": len(heads), "medusa_num_layers": heads.layers}
     config = numbers | {"version": "2" if heads.shared else "1"}
-    save_measured(heads, directory, config | shared_fields(base, tokenizer))
+    save_measured(heads, directory, config | header(base, tokenizer))
 
 
 # ---- MTP -----------------------------------------------------------------------------------------
 
 
 def load_mtp(source: Place, model: Transformer, tokenizer: Tokenizer | None = None) -> MTPHead:
-    """Load the head from a directory, a hub id or a file that holds a full MiMo model or only the
-    head. Raises UserError for a head of another model or tokenizer."""
+    """Load the head from a directory, a hub id or a file with a full MiMo model or only the head.
+    Raises UserError for a head of another model or tokenizer."""
     tensors, folder = read_heads(source, MTP_PREFIX, model.config, tokenizer)
     if not model.config.qkv_bias:  # `export` adds zeros, since vLLM's layout always has biases
         tensors = {n: t for n, t in tensors.items() if not n.endswith(QKV_BIASES) or t.any()}
@@ -184,8 +183,8 @@ def read_acceptance(path: Path) -> list[float] | None:
 
 
 def check_attention(where: str, folder: Path, config: Config) -> None:
-    """Raise UserError if a head's config.json differs from the model's in attention heads or
-    rotation, which the shapes of the weights do not show."""
+    """Raise UserError if a head's config.json has other attention heads or another rotation than
+    the model's, which the shapes of the weights do not show."""
     keys = CheckedJson(folder / "config.json")
     if "num_attention_heads" not in keys.raw:
         return
@@ -201,7 +200,7 @@ def save_mtp(
     head: MTPHead, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype,
     step_weights: list[float],
 ) -> None:  # fmt: skip
-    """Write the head for `load_mtp`, with MiMo's names. The weights are its steps' in the loss."""
+    """Write the head for `load_mtp`, with MiMo's names. `step_weights` are those of the loss."""
     tensors = {MTP_PREFIX + name: tensor for name, tensor in head.state_dict().items()}
     weights.write_tensors(directory / "model.safetensors", tensors, dtype)
     config = config_json(head.config, dtype) | {
@@ -209,7 +208,7 @@ def save_mtp(
         "num_speculative_steps": len(step_weights),
         "mtp_loss_step_weights": [round(weight, 4) for weight in step_weights],
     }
-    save_measured(head, directory, config | shared_fields(base, tokenizer))
+    save_measured(head, directory, config | header(base, tokenizer))
 
 
 # ---- vocabularies --------------------------------------------------------------------------------
@@ -222,7 +221,7 @@ def load_vocabulary(
     """Load at most `size` tokens of each language from a file that `save_vocabulary` wrote, or in a
     .pt file from FastMTP's map: a list or tensor of ids, the most frequent first."""
     path, vocab = Path(path), model.config.vocab_size
-    stored = weights.read_file(path) if path.suffix == ".pt" else read_json(path)
+    stored = weights.read_pickle(path) if path.suffix == ".pt" else read_json(path)
     problem = "was not written by `distill vocabulary` and is not a list of token ids"
     with user_error(f"{path} {problem}"):
         if path.suffix == ".pt":

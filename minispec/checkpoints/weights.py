@@ -31,21 +31,11 @@ def weight_files(directory: Path) -> list[Path]:
         index = directory / f"{name}.index.json"
         if index.exists():
             weight_map = CheckedJson(index).get("weight_map", FLAT_OBJECT)
-            shards = sorted(set(map(Path, map(str, weight_map.values()))))
-            for shard in shards:
-                if shard.is_absolute() or ".." in shard.parts:
-                    raise UserError(f"{index} names {shard}, which is outside its folder")
+            shards = sorted(set(map(str, weight_map.values())))
+            if outside := [s for s in shards if Path(s).is_absolute() or ".." in Path(s).parts]:
+                raise UserError(f"{index} names {outside[0]}, which is outside its folder")
             return [directory / shard for shard in shards]
     raise UserError(f"{directory} has no weights (model.safetensors or pytorch_model.bin)")
-
-
-def read_file(path: Path) -> object:
-    """Read a .bin or .pt file, in which code is never run, or map a .safetensors file. Writing to a
-    mapped tensor changes only this process's copy of it, never the file."""
-    with reading(path):
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 @contextlib.contextmanager
@@ -62,15 +52,20 @@ def reading(path: Path) -> Iterator[None]:
         ) from None
 
 
+def read_pickle(path: Path) -> object:
+    """Read a .bin or .pt file without running code in it."""
+    with reading(path):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
-    """Read a file's tensors, by name. If ranks share the model, read this rank's shards of them."""
-    if config.ranks > 1 and path.suffix == ".safetensors":
-        with reading(path), safetensors.safe_open(path, "pt") as file:
-            names = file.keys()
-            return {n: distributed.shard(n, file.get_slice(n), config) for n in names}
-    tensors = read_file(path)
+    """Read a file's tensors, by name; if ranks share the model, this rank's shards of them. Whole
+    tensors of a .safetensors file are mapped: writing to one never changes the file."""
     if path.suffix == ".safetensors":
-        return tensors
+        with reading(path), safetensors.safe_open(path, "pt") as file:
+            read = file.get_tensor if config.ranks == 1 else file.get_slice
+            return {name: distributed.shard(name, read(name), config) for name in file.keys()}
+    tensors = read_pickle(path)
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise UserError(f"{path} must map names to tensors")
     # copies, since tensors in a pickle may share memory; training would change both
@@ -90,8 +85,8 @@ def fill(
     module: nn.Module, tensors: dict[str, Tensor], where: str, dtype: torch.dtype,
     device: torch.device, tied: bool = False,
 ) -> None:  # fmt: skip
-    """Move tensors into a module on the meta device and freeze it. Every name and shape must match,
-    and every value must be finite. Tensors of this dtype and device are not copied."""
+    """Move tensors into a module on the meta device and freeze it. Names and shapes must match, and
+    all values must be finite. Tensors of this dtype and device are not copied."""
     state = {}
     for name in list(tensors):
         tensor = tensors.pop(name)  # not kept: memory never holds the model in both dtypes
@@ -130,8 +125,8 @@ def tie(tensors: dict[str, Tensor]) -> None:
 
 
 def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors to their published names: remove a prefix that all have (`_orig_mod.` from
-    torch.compile, `module.` from DataParallel), and add `model.` if only the backbone was saved."""
+    """Rename tensors to their published names: remove a common prefix (`_orig_mod.` of
+    torch.compile, `module.` of DataParallel), and add `model.` if only the backbone was saved."""
     found = next(filter(None, map(FIRST_LAYER.fullmatch, tensors)), None)
     if not found:
         return tensors

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import product
 from multiprocessing.pool import ThreadPool
 from threading import Lock
-from typing import TypeVar
 
 import httpx
 
@@ -17,12 +16,11 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note, user_error
 from minispec.sampling import Sampling
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
 TIMEOUT_SECONDS = 120.0  # for one answer
 CONNECT_SECONDS = 30.0
 LOCAL_HOSTS = "localhost", "127.0.0.1", "::1", "0.0.0.0"  # the last is what many servers print
-# Fields that turn off further warpers, which would otherwise have the server's defaults, and fields
-# that request token ids, under the names used by several servers. A strict server may reject them.
+# Fields of several servers that turn off further warpers or request token ids. A strict server may
+# reject them.
 EXTRA_FIELDS = {
     "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0,
     "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
@@ -40,9 +38,9 @@ DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
 
 
 class RequestError(Exception):
-    """A request failed. Its `kind` is "rejected" (4xx, or answered by something else), "failed"
-    (5xx, or a broken connection), "incomplete" (the server broke off its answer), "lost" (the
-    server cannot be reached), or "unavailable" (busy, access denied, or no answer in time)."""
+    """A request failed. Its `kind` is "rejected" (4xx, or not a completion), "failed" (5xx, or a
+    broken connection), "incomplete" (the server broke off its answer), "lost" (the server cannot be
+    reached), or "unavailable" (busy, access denied, or no answer in time)."""
 
     def __init__(self, message: str, kind: str, busy: bool = False):
         super().__init__(message)
@@ -55,22 +53,21 @@ FATAL = "lost", "unavailable"  # another request would fail as well
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion. `tokens` excludes a final end token; `logprobs` are those of its tokens."""
+    """A completion. `logprobs` are those of its tokens."""
 
     text: str
-    tokens: list[int]
+    tokens: list[int]  # without a final end token
     has_ids: bool  # False: our tokenizer, if there is one, encoded the text
-    # by an end token, not by a limit; without a finish_reason, every short answer has ended
-    ended: bool
+    ended: bool  # not cut by a limit; without a finish_reason, every short answer has ended
     logprobs: list[float] | None
     prompt_tokens: int  # as counted by the server; 0 if unknown
     end: int | None  # the final end token, if the server returned it
 
 
 class Server:
-    """Send requests to one server; safe to use from several threads. `probe` finds out whether the
-    server accepts token ids as prompts, accepts extra fields, and returns token ids. The key is
-    sent to this server only: redirects are not followed."""
+    """Send requests to one server, from any thread. `probe` finds out whether the server accepts
+    token ids as prompts, accepts extra fields, and returns token ids. Redirects are not followed,
+    so nobody else gets the key."""
 
     def __init__(
         self, url: str, tokenizer: Tokenizer | None, name: str | None, eos_ids: tuple,
@@ -136,7 +133,7 @@ class Server:
         self.context = count(at(models, self.name, "max_model_len")) or self.context
 
     def probe_format(self, prompt: list[int]) -> None:
-        """Try a prompt of token ids, then text; with all extra fields, then with OpenAI's own. If
+        """Try a prompt of token ids, then text; with all extra fields, then with OpenAI's only. If
         no ids are returned, try to get them with logprobs."""
         formats = [*product((True, False), (True, False) if self.tokenizer else (True,))]
         for self.accepts_extra, self.accepts_ids in formats:
@@ -184,13 +181,10 @@ class Server:
         ids = prompt[len(start) :] if begins else prompt
         return self.tokenizer.backend.decode(ids, skip_special_tokens=False)
 
-    def request(
-        self, method: str, path: str, body: dict | None = None,
-        parse: Callable[[str], Result] = str,
-    ) -> Result:  # fmt: skip
-        """Return what `parse` makes of the text of a response. Repeat the request while the server
-        is busy or loading its model, and after each of `retry_seconds` if it fails, for example
-        because the server closed a kept connection. Every failure is a RequestError."""
+    def request(self, method: str, path: str, body: dict | None = None, parse: Callable = str):
+        """Return parse(text of the response). Repeat the request while the server is busy or
+        loading its model, and after each of `retry_seconds` if it fails, for example because the
+        server closed a kept connection. Every failure is a RequestError."""
         with self.lock:
             self.requests += 1
         begin, waits = time.monotonic(), iter(self.retry_seconds)
@@ -355,11 +349,9 @@ def keys_in(variables: list[str], servers: int) -> list[str]:
     return keys
 
 
-def in_parallel(
-    ask: Callable[[Item], Result], items: list[Item], threads: int
-) -> Iterator[tuple[int, Result]]:
-    """Yield (i, ask(items[i])) in order. If one of them raises, or Ctrl-C is pressed, yield the
-    others that are finished and raise that. Nothing waits for the remaining threads."""
+def in_parallel(ask: Callable, items: list, threads: int) -> Iterator[tuple[int, object]]:
+    """Yield (i, ask(items[i])) in order. If one of them raises, or on Ctrl-C, yield the others that
+    are finished and raise that error. Nothing waits for the remaining threads."""
     pool, i = ThreadPool(max(1, min(threads, len(items)))), 0
     results = [pool.apply_async(ask, (item,)) for item in items]
     try:
