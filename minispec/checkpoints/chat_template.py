@@ -28,9 +28,8 @@ def read_template(directory: Path, settings: dict) -> str | None:
 
 def check_messages(messages: object) -> None:
     """Raise UserError unless `messages` is a conversation."""
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages
-    ):
+    turns = messages if isinstance(messages, list) else [None]
+    if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in turns):
         raise UserError('a conversation must be a list of {"role": …, "content": TEXT}')
 
 
@@ -65,8 +64,8 @@ def tojson(value, ensure_ascii=False, indent=None, **more) -> str:
 
 
 class Generation(jinja2.ext.Extension):
-    """Parse {% generation %} … {% endgeneration %}, which mark the assistant's text in training.
-    What is set between them is unknown after them."""
+    """Parse {% generation %} … {% endgeneration %}, which mark the assistant's text for training.
+    Variables set between them are local."""
 
     tags = {"generation"}
 

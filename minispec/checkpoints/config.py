@@ -136,8 +136,8 @@ def attention_sizes(keys: CheckedJson) -> tuple[int, int]:
 
 def read_context(keys: CheckedJson, context: int, scaling: dict | None) -> int:
     """Return the longest context: max_position_embeddings, or more if RoPE is scaled from a shorter
-    one (yarn) or the config gives the longer one (linear). A sliding window limits it, as attention
-    is full only up to its length. Dynamic scaling would begin only beyond it."""
+    one (yarn) or the config has the longer one (linear). It ends at a sliding window, up to which
+    attention is full, and where dynamic scaling would begin."""
     if scaling and scaling["rope_type"] == "yarn":
         context = max(context, int(scaling[ORIGINAL] * scaling["factor"]))
     if scaling and scaling["rope_type"] == "linear":  # vicuna-16k
@@ -160,8 +160,8 @@ def has_window(keys: CheckedJson) -> bool:
 
 
 def read_rope(keys: CheckedJson) -> tuple[float, dict | None]:
-    """Return rope_theta and the scaling. Older files have rope_theta and rope_scaling, newer ones
-    have both in rope_parameters, which rope_scaling replaces, as in transformers 5."""
+    """Return rope_theta and the scaling, both of which newer files have in rope_parameters. As in
+    transformers 5, rope_scaling takes precedence over that."""
     names = "rope_scaling", "rope_parameters"
     scaling, parameters = (CheckedJson(keys.path, keys.get(n, FLAT_OBJECT, {})) for n in names)
     rope = scaling if scaling.raw else parameters

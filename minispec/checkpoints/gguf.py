@@ -79,7 +79,7 @@ def open_gguf(path: Path) -> tuple[dict, list]:
 
 def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Read the config, the dequantised tensors under their published names, and the tokenizer (None
-    if it is not supported, as prompts of token ids do not need one)."""
+    if it is not supported: prompts of token ids need none)."""
     metadata, stored = open_gguf(path)
     from gguf import dequantize  # open_gguf has imported it already
 
@@ -197,9 +197,9 @@ IGNORE_MERGES = "llama-bpe", "tekken"
 
 
 def tokenizer_keys(metadata: dict) -> dict:
-    """Return the keys of the tokenizer, without their prefix and with llama.cpp's defaults. Two are
-    added: `special`, the ids of the tokens that have their own keys (bos, eos, eot, …), and `ends`,
-    the ids at which llama.cpp stops, some of which it knows by name."""
+    """Return the tokenizer's keys, without their prefix and with llama.cpp's defaults. Two are new:
+    `special`, the ids of the tokens with keys of their own (bos, eos, eot, …), and `ends`, the ids
+    at which llama.cpp stops, some of which it knows by name."""
     keys = {re.sub(r"^tokenizer\.(ggml\.)?", "", key): value for key, value in metadata.items()}
     pre = str(keys.get("pre", ""))
     keys["pre"] = PRE_ALIASES.get(pre, pre)

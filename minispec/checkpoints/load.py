@@ -66,8 +66,8 @@ def check_links(name: str) -> None:
 
 
 def explain_failure(error: BaseException) -> str:
-    """Why a download failed and what to do about it. The exceptions differ between versions of the
-    library, so this looks only at the HTTP response, if any, and at the original OSError."""
+    """Say why a download failed and what to do about it, from the HTTP response, if any, and the
+    original OSError. (Other details vary with the library's version.)"""
     while getattr(error, "response", None) is None and error.__cause__:
         error = error.__cause__
     response = getattr(error, "response", None)
@@ -125,10 +125,10 @@ def load(
     draft: bool = False,
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
-    Weights stored in this dtype are not copied but mapped from their file: it may be replaced while
-    they are in use, but not overwritten. Sets `model.source` to the path. After ranks have joined
-    (see distributed.py), the model is this rank's shard, or a whole `draft` that cannot be shared.
-    Raises UserError if something is missing or not supported."""
+    Weights stored in this dtype are mapped from their file, which must not be overwritten meanwhile
+    (replacing it is safe). Sets `model.source` to the path. After ranks have joined, the model is
+    this rank's shard, or a whole `draft` that cannot be shared. Raises UserError if something is
+    missing or not supported."""
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     path = resolve(source)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from minispec.checkpoints.chat_template import Messages, check_messages, read_template, render
@@ -22,11 +22,10 @@ PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
 LAST_ADDED = 16  # tokens that heads with an old fingerprint may lack
 PROMPT_TOKENS = 8  # that may end inside a character, or show that a word is not a text's first
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies with byte fallback
-PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 # the byte that each character stands for in the tokens of a byte-level vocabulary
-BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE} | {
-    chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(0x100)) - set(PRINTABLE)))
-}
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+OWN_BYTES = [ord(c) for c in ALPHABET if ord(c) < 256]  # printable; other bytes follow in order
+BYTE_LEVEL = dict(zip(ALPHABET, OWN_BYTES + sorted({*range(256)} - {*OWN_BYTES})))
 
 
 @dataclass(eq=False)
@@ -40,10 +39,10 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """Read tokenizer.json and the files next to it as PreTrainedTokenizerFast of transformers 5
-        does: tokenizer_config.json, chat_template.jinja and, if the former has no
+        """Read tokenizer.json (None without it) and the files next to it as PreTrainedTokenizerFast
+        of transformers 5 does: tokenizer_config.json, chat_template.jinja and, if the former has no
         added_tokens_decoder, special_tokens_map.json and added_tokens.json. Only tokenizer.json
-        determines whether texts begin with BOS. Without it there is no tokenizer."""
+        determines whether texts begin with BOS."""
         if not (directory / "tokenizer.json").exists():
             return None
         backend = read_backend(directory / "tokenizer.json")
@@ -58,11 +57,8 @@ class Tokenizer:
 
     def files(self) -> dict[str, str]:
         """Return the contents of the files that `from_directory` and transformers read, by name."""
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **self.special_tokens,
-            "clean_up_tokenization_spaces": False,
-        }
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        settings["clean_up_tokenization_spaces"] = False
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
         texts = self.backend.to_str(), json.dumps(settings, indent=2)
@@ -80,7 +76,7 @@ class Tokenizer:
 
     @property
     def control_ids(self) -> dict[str, int]:
-        """Ids of the special tokens, which stand for no text (end of text, chat roles, …)."""
+        """Ids of the special tokens (end of text, chat roles, …), which have no text."""
         tokens = self.backend.get_added_tokens_decoder().items()
         return {token.content: i for i, token in tokens if token.special}
 
@@ -127,8 +123,8 @@ class Tokenizer:
         return TextStream(self, prompt)
 
     def chat(self, messages: Messages) -> list[int]:
-        """Return the ids of a conversation up to the assistant's next turn. The turns are plain
-        text, even if they spell a control token."""
+        """Return the ids of a conversation up to the assistant's next turn. Turns that spell
+        control tokens are encoded as plain text."""
         if self.chat_template is None:
             raise UserError("this model has no chat template; use plain text, without --chat")
         check_messages(messages)
@@ -153,11 +149,9 @@ class Tokenizer:
         return self.encode(text.partition(marker)[0], add_special_tokens=False)
 
     def chat_literally(self, messages: Messages) -> list[int]:
-        """`chat` for turns that spell control tokens, without turning those into control tokens.
-
-        The text is encoded in one piece by a copy of this tokenizer in which each control token has
-        a private name that no turn spells, also in the model's vocabulary. So a turn changes none
-        of the template's tokens."""
+        """`chat` for turns that spell control tokens. The text is encoded in one piece, so that
+        turns and template may merge as usual, by a copy of this tokenizer in which each control
+        token has a private name that no turn spells."""
         content = "".join(turn["content"] for turn in messages)
         unused = (c for c in map(chr, PRIVATE_USE) if c not in content)
         names = dict(zip(self.control_ids, unused))
@@ -173,14 +167,14 @@ class Tokenizer:
 
 
 class TextStream:
-    """Convert tokens to text as they arrive, without splitting characters. Text that was returned
-    never changes: bytes that belong to no character become U+FFFD by themselves."""
+    """Convert tokens to text as they arrive, without splitting characters. Bytes that belong to no
+    character become U+FFFD on their own, so the text never changes afterwards."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
         self.tokenizer, self.special = tokenizer, tokenizer.control_ids
         self.decoder = str(tokenizer.backend.decoder)
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # keeps incomplete characters
-        self.last: list[int] = []  # the tokens since the last one that had text, which is the first
+        self.last: list[int] = []  # the last token that had text and those since
         for token in prompt[-PROMPT_TOKENS:]:
             self.push(token)
 
@@ -238,8 +232,8 @@ def rename(value: object, names: dict[str, str]) -> object:
 
 def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict[str, str]:
     """Add the tokens that the files next to tokenizer.json list or name, and return the special
-    tokens that have names. Precedence and ids are those of transformers 5: if the listed ids have a
-    gap, tokens after it get the next free ids."""
+    tokens that have names. Precedence and ids are those of transformers 5, which closes gaps
+    between the listed ids."""
     existing, legacy = backend.get_added_tokens_decoder(), {}
     known = {token.content for token in existing.values()}
     if "added_tokens_decoder" in settings:

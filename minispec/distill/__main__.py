@@ -9,7 +9,7 @@ from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import resolve
 from minispec.cli import Parser, Source, check_outputs, command
 from minispec.distill import draft, export, generate, medusa, mtp, vocabulary
-from minispec.training.loop import device_argument, training_setup
+from minispec.training.loop import DEVICE, add_flags, training_setup
 
 COMMANDS = {  # what each runs, which its docstring describes, and what adds its flags
     "generate": (generate.run, generate.arguments),
@@ -18,7 +18,7 @@ COMMANDS = {  # what each runs, which its docstring describes, and what adds its
     "mtp": (mtp.run, mtp.arguments),
     "eagle3": (mtp.run_eagle3, mtp.eagle3_arguments),
     "acceptance": (mtp.run_acceptance, mtp.acceptance_arguments),
-    "tree": (medusa.run_tree, medusa.tree_arguments),
+    "tree": (medusa.run_tree, lambda p: None),
     "vocabulary": (vocabulary.run, vocabulary.arguments),
     "export": (export.run, export.arguments),
 }
@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--init", type=Source, help="start from these heads; their sizes "
                              "override the flags")  # fmt: skip
         if name in ("generate", *MEASURING):
-            device_argument(sub)
+            add_flags(sub, DEVICE)
+        if name in ("generate", "tree"):
+            add_flags(sub, ("dtype", str, "auto", "float32 or bfloat16"))
         arguments(sub)
     distributed.join()
     with distributed.together():

@@ -252,4 +252,3 @@ def arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--keep-duplicates", action="store_true",
                    help="keep near-duplicates, at the rate the target generates them")  # fmt: skip
-    p.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")

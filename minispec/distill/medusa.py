@@ -172,7 +172,3 @@ def run_tree(args: argparse.Namespace) -> None:
     choose_tree(heads, drafter["vocabulary"], target, rows, target.config.context)
     save_measured(heads, folder)
     print(accuracy_table(heads))
-
-
-def tree_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")

@@ -1,4 +1,4 @@
-"""What `pretrain` and `distill` share: optimisers, the training loop, checkpoints and model cards.
+"""Optimisers, the training loop, checkpoints and model cards, for `pretrain` and `distill`.
 
 A run restarted with the same --out resumes from its checkpoint exactly as if it had never stopped:
 each batch depends only on the seed and the step number.
@@ -31,15 +31,15 @@ except ImportError:  # Windows: files are not locked
     fcntl = None
 
 CHECKPOINT = "training.pt"  # in --out, kept after training ends
+DEVICE = "device", str, "auto", "cpu, cuda or mps"  # for `add_flags`
 Batch = Callable[[int], Tensor]  # number of completed steps -> the next batch
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Updates are
+    """Orthogonalised momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with updates
     scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so one learning rate suits both.
-    It runs in float32, because torch.optim.Muon uses bfloat16, which many CPUs emulate. In two
-    minutes on one core of such a CPU, a small model reached 1.44 bits per byte; with AdamW alone,
-    1.59."""
+    In float32: torch.optim.Muon uses bfloat16, which many CPUs emulate. In two minutes on one core
+    of such a CPU, a small model reached 1.44 bits per byte; with AdamW alone, 1.59."""
 
     def __init__(self, parameters, lr: float = 1e-3, momentum: float = 0.95, decay: float = 0.1):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "decay": decay})
@@ -129,9 +129,8 @@ def train(
     args: argparse.Namespace, optimizers: list[torch.optim.Optimizer] | None = None,
 ) -> TrainingRun:  # fmt: skip
     """Train until --steps, resuming from the checkpoint in --out if there is one. It is saved every
-    --save-every steps and at the end. The default optimisers are Muon and AdamW. If there are
-    several processes, each computes the loss of its rows; these losses, and their gradients, add up
-    to those of the batch."""
+    --save-every steps and at the end. The default optimisers are Muon and AdamW. Several processes
+    each compute the loss of their rows; these losses and gradients add up to those of the batch."""
     rank, world = distributed.world.rank, distributed.world.size
     identity |= {name: str(getattr(args, name)) for name in ("rows", "context", "seed")}
     run = TrainingRun(model, optimizers or muon_and_adamw(model), identity)
@@ -212,8 +211,7 @@ def markdown_table(corner: str, columns: list[str], rows: dict[object, list[floa
 def add_flags(p: argparse.ArgumentParser, *flags: tuple[str, Callable, float, str]) -> None:
     """Add a flag for each (name, type, default, help)."""
     for name, kind, default, text in flags:
-        text += f" (default: {default})"
-        p.add_argument(f"--{name}", type=kind, default=default, help=text)
+        p.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default})")
 
 
 def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr: float) -> None:
@@ -227,24 +225,20 @@ def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr:
         ("save-every", number(1), 100, "steps between checkpoints"),
         ("seed", number(0), 0, "random seed"),
         ("lr", number(1e-12, 1e3, float), lr, "peak learning rate"),
+        DEVICE,
     )
     p.add_argument("--minutes", type=number(1e-3, 1e6, float),
                    help="train for this long instead of for --steps")  # fmt: skip
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                    help="for matrix products (float32 uses TF32 on a GPU; bfloat16 is fast on GPUs "
                         "and on CPUs with AMX)")  # fmt: skip
-    device_argument(p)
-
-
-def device_argument(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
 
 
 @contextlib.contextmanager
 def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
-    """Check the arguments before any long work, and lock --out until training ends. This replaces
-    args.dtype and args.device by torch objects, and sets args.line to the command line with
-    absolute paths shortened to file names."""
+    """Check the arguments before any long work, and lock --out until training ends. Replaces
+    args.dtype and args.device by torch objects, and sets args.line to the command line without the
+    folders of absolute paths."""
     with contextlib.ExitStack() as stack:
         with distributed.together():
             args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)

@@ -30,7 +30,8 @@ from minispec.training import loop
 from minispec.training.new_model import new_model, size_arguments
 from minispec.training.text import END, Corpus, Document, plain_text, read_corpus
 
-USER, ASSISTANT, END_TURN = "<|user|>", "<|assistant|>", "<|end|>"
+END_TURN = "<|end|>"
+SPECIAL_TOKENS = [END, "<|user|>", "<|assistant|>", END_TURN]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -47,7 +48,7 @@ def train_tokenizer(corpus: Corpus, size: int) -> BPE:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[END, USER, ASSISTANT, END_TURN],
+        special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -56,28 +57,30 @@ def train_tokenizer(corpus: Corpus, size: int) -> BPE:
     return bpe
 
 
-def with_special_tokens(bpe: BPE) -> Tokenizer:
-    """Add what the model needs: END at the start of every text, and tokens for the roles."""
+def choose_tokenizer(args: argparse.Namespace, corpus: Corpus) -> Tokenizer:
+    """The tokenizer of --tokenizer or --init, or else a new one, identical in every process; END
+    starts every text, and the roles have tokens."""
+    if args.tokenizer:
+        bpe = read_backend(args.tokenizer)
+    elif args.init:
+        bpe = read_tokenizer(args.init).backend
+    else:
+        bpe = train_tokenizer(corpus, args.vocab)
     bpe.no_padding()
     bpe.no_truncation()
-    bpe.add_special_tokens([END, USER, ASSISTANT, END_TURN])
+    bpe.add_special_tokens(SPECIAL_TOKENS)
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{END} $A", special_tokens=[(END, bpe.token_to_id(END))]
     )
     return Tokenizer(bpe, {"bos_token": END, "eos_token": END}, CHAT_TEMPLATE)
 
 
-def with_role_tokens(document: Document) -> str:
-    """A conversation in CHAT_TEMPLATE's format; a text unchanged."""
-    if isinstance(document, str):
-        return document
-    return "".join(f"<|{turn['role']}|>{turn['content']}{END_TURN}" for turn in document)
-
-
 def tokenize(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
-    """Token ids, each document with a leading END, which also ends the one before it in a batch."""
-    texts = map(with_role_tokens, documents)
-    return [np.array(tokenizer.encode(text), np.int32) for text in texts]
+    """Token ids: a leading END, which also ends the document before it in a batch, then a text, or
+    a conversation in CHAT_TEMPLATE's format."""
+    turns = ([f"<|{t['role']}|>{t['content']}{END_TURN}" for t in d] if isinstance(d, list) else d
+             for d in documents)  # fmt: skip
+    return [np.array(tokenizer.encode("".join(parts)), np.int32) for parts in turns]
 
 
 def packed_batches(documents: list[np.ndarray], rows: int, context: int, seed: int) -> loop.Batch:
@@ -109,8 +112,7 @@ def next_token_loss(model: Transformer, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bits_per_byte(model: Transformer, tokenizer: Tokenizer, documents: list[Document]) -> float:
-    """Cross-entropy of documents and their ends, in bits, per byte of text. Documents are cut to
-    the context."""
+    """Cross-entropy of documents, cut to the context, and their ends, in bits per byte of text."""
     bits = size = 0
     for ids in tokenize(tokenizer, documents):
         row = torch.from_numpy(ids).long().to(model.device)
@@ -125,15 +127,6 @@ def distinct_4grams(tokens: list[int]) -> float:
     """The share of distinct 4-grams. Looping text has few, and makes any draft look good."""
     grams = list(zip(*(tokens[i:] for i in range(4))))
     return len(set(grams)) / max(1, len(grams))
-
-
-def choose_tokenizer(args: argparse.Namespace, corpus: Corpus) -> Tokenizer:
-    """The tokenizer of --tokenizer or --init, or else a new one, identical in every process."""
-    if args.tokenizer:
-        return with_special_tokens(read_backend(args.tokenizer))
-    if args.init:
-        return with_special_tokens(read_tokenizer(args.init).backend)
-    return with_special_tokens(train_tokenizer(corpus, args.vocab))
 
 
 def finish(

@@ -7,8 +7,8 @@ weights/target shows how to convert other data sets. Any other file, such as a b
 lines into chunks of about 2,000 characters. All files must be UTF-8. A folder means the .txt and
 .jsonl files in it.
 
-The *kind* of a document is its file's name without the extension.
-Every 50th document of a kind is held out: it is used for measuring, never for training.
+The *kind* of a document is its file's name without the extension. Every 50th document of a kind is
+held out: it is used for measuring, never for training.
 """
 
 import json
@@ -42,8 +42,7 @@ HOLD_OUT_EVERY = 50  # documents
 
 def read_corpus(data: list[Path]) -> tuple[Corpus, Corpus]:
     """The training documents and the held-out ones. A kind of one document holds none out."""
-    train: Corpus = {}
-    held_out: Corpus = {}
+    train, held_out = {}, {}
     for path in dict.fromkeys(data):
         for kind, documents in read_documents(path).items():
             held = documents[::HOLD_OUT_EVERY] if len(documents) > 1 else []
@@ -77,10 +76,8 @@ def read_documents(path: Path) -> Corpus:
 
 def read_text(file: Path) -> str:
     """The text of a file without a byte-order mark, with lines ending in \\n."""
-    try:
+    with user_error(f"{file} cannot be read as UTF-8 text"):
         text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read as UTF-8 text: {error}") from None
     if "\0" in text:
         raise UserError(f"{file} is not text: it contains NUL bytes")
     return text
@@ -114,7 +111,12 @@ def parse_conversation(document: str, location: str) -> Document:
     return Conversation(turns, location)
 
 
-def turn(role: str, content: str) -> dict[str, str]:
+def turn(role: str, content: str | list[dict[str, str]]) -> dict[str, str]:
+    """A turn of a conversation. A list of text parts is joined."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    if not (isinstance(role, str) and isinstance(content, str)):
+        raise ValueError("not a string")
     return {"role": role, "content": content}
 
 
@@ -137,7 +139,7 @@ def parse_document(row: object, location: str) -> Document:
     """The document in a JSON object."""
     match row:
         case {"messages": list(messages)}:
-            turns = map(parse_turn, messages)
+            turns = [turn(message["role"], message["content"]) for message in messages]
         case {"prompt": str(prompt), "completion": str(answer)}:
             turns = turn("user", prompt), turn("assistant", answer)
         case {"prompt": str(prompt)}:
@@ -147,16 +149,6 @@ def parse_document(row: object, location: str) -> Document:
         case _:
             raise ValueError("none of these")
     return Conversation(turns, location)
-
-
-def parse_turn(message: dict) -> dict[str, str]:
-    """A turn of `messages`. A list of text parts is joined."""
-    role, content = message["role"], message["content"]
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    if not (isinstance(role, str) and isinstance(content, str)):
-        raise ValueError("not a string")
-    return turn(role, content)
 
 
 def plain_text(document: Document) -> str:
@@ -179,8 +171,7 @@ def encode(document: Document, tokenizer: Tokenizer) -> list[int]:
 
 
 class Skipped:
-    """Collects the documents that cannot be encoded, such as conversations that the chat template
-    rejects, and the reasons."""
+    """Documents that cannot be encoded, such as conversations that the chat template rejects."""
 
     def __init__(self):
         self.reasons: dict[str, str] = {}  # by location
