@@ -22,7 +22,7 @@ from minispec.distill.generated import read_split
 from minispec.generate.drafters import find_drafter, load_drafter
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
-from minispec.training.loop import Batch, TrainingRun, digest, train
+from minispec.training.loop import Batch, digest, train, write_card
 
 ROWS_PER_PASS = 32  # on a GPU
 
@@ -196,11 +196,13 @@ def select_labelled(
 def train_on_generated(
     args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, model: nn.Module,
     loss: Callable[[Documents], Callable], options: str,
+    finish: Callable[[list[dict]], tuple[str, str, str]],
     optimizers: list[torch.optim.Optimizer] | None = None, vocabulary: Subset | None = None,
-) -> tuple[TrainingRun, list[dict]]:  # fmt: skip
+) -> None:  # fmt: skip
     """Train `model` on the documents of --generated that `select_labelled` keeps, and round it to
     float16, as it is stored. `loss` builds the loss from them; `options` becomes part of the run's
-    identity. Returns the run and the held-out documents."""
+    identity. On rank 0, `finish` then measures the model on the held-out documents and saves it; it
+    returns the title, the text and the table of the card."""
     with distributed.together():
         training, held_out = read_split(args.generated, target, tokenizer)
         training = select_labelled(training, args.context, "train on", vocabulary)
@@ -216,4 +218,5 @@ def train_on_generated(
     batch = shuffled_batches(len(training), args.rows, args.seed)
     run = train(model.requires_grad_(True), identity, loss(documents), batch, args, optimizers)
     model.half().float()
-    return run, held_out
+    if distributed.world.rank == 0:
+        write_card(args, run, *finish(held_out))

@@ -10,11 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minispec import distributed
 from minispec.checkpoints.load import save
 from minispec.distill.documents import Documents, cross_entropy, load_target, train_on_generated
 from minispec.model import Transformer, count_parameters
-from minispec.training.loop import markdown_table, training_arguments, write_card
+from minispec.training.loop import markdown_table, training_arguments
 from minispec.training.new_model import new_model, size_arguments
 
 
@@ -56,16 +55,17 @@ def run(args: argparse.Namespace) -> None:
     c = target.config
     draft = new_model(args, tokenizer, vocab_size=c.vocab_size, bos_id=c.bos_id, eos_ids=c.eos_ids)
     loss = partial(SoftLabels, draft, target)
-    run, held_out = train_on_generated(args, target, tokenizer, draft, loss, str(draft.config))
-    if distributed.world.rank:
-        return
-    save(draft, tokenizer, args.out, torch.float16)
-    rates = agreement(draft, target, held_out)
-    measured = ("On held-out documents: how often the draft's best token is the target's, and "
-                "Σ min(p, q), the acceptance probability of a sampled token at temperature "
-                "1:")  # fmt: skip
-    table = markdown_table("kind", ["same argmax", "Σ min(p, q)"], rates)
-    write_card(args, run, f"A draft of {count_parameters(draft):,} parameters", measured, table)
+
+    def finish(held_out: list[dict]) -> tuple[str, str, str]:
+        save(draft, tokenizer, args.out, torch.float16)
+        rates = agreement(draft, target, held_out)
+        measured = ("On held-out documents: how often the draft's best token is the target's, and "
+                    "Σ min(p, q), the acceptance probability of a sampled token at temperature "
+                    "1:")  # fmt: skip
+        table = markdown_table("kind", ["same argmax", "Σ min(p, q)"], rates)
+        return f"A draft of {count_parameters(draft):,} parameters", measured, table
+
+    train_on_generated(args, target, tokenizer, draft, loss, str(draft.config), finish)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:

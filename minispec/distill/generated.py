@@ -41,7 +41,7 @@ def read_generated(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict
 
 
 def is_document(row: object) -> bool:
-    """Whether a row has a kind, and a prompt and tokens that are not empty."""
+    """Return whether a row has a kind, and a prompt and tokens that are not empty."""
     match row:
         case {"kind": str(kind), "prompt": [_, *_] as prompt, "tokens": [_, *_] as tokens}:
             return kind != "" and all(type(i) is int and 0 <= i < 2**31 for i in prompt + tokens)

@@ -9,19 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec import distributed
 from minispec.checkpoints.heads import load_medusa, load_subset, save_measured, save_medusa
 from minispec.cli import UserError, number
-from minispec.distill.documents import (
-    Documents,
-    cross_entropy,
-    hidden_states,
-    load_for_measuring,
-    load_target,
-    store_vocabulary,
-    texts_of,
-    train_on_generated,
-)
+from minispec.distill import documents as data
+from minispec.distill.documents import Documents, cross_entropy
 from minispec.generate.drafters import tree_costs
 from minispec.methods.medusa import RANKS, MedusaHeads, new_heads
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Subset, Vocabulary
@@ -51,7 +42,7 @@ class HeadsLoss:
 
 def run(args: argparse.Namespace) -> None:
     """Train Medusa heads on text that the target generated (Medusa-1: the target stays frozen)."""
-    target, tokenizer = load_target(args)
+    target, tokenizer = data.load_target(args)
     if args.init:
         heads = load_medusa(args.init, target, tokenizer)
     else:
@@ -61,18 +52,20 @@ def run(args: argparse.Namespace) -> None:
     vocabulary = load_subset(args.vocabulary, target, tokenizer)
     loss = partial(HeadsLoss, heads, target, vocabulary=vocabulary)
     adamw = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    run, held_out = train_on_generated(args, target, tokenizer, heads, loss, str(heads), [adamw],
-                                       vocabulary)  # fmt: skip
-    if distributed.world.rank:
-        return
-    choose_tree(heads, vocabulary, target, held_out, args.context)
-    save_medusa(heads, args.out, loop.without_folder(args.model), tokenizer, torch.float16)
-    store_vocabulary(args, target, tokenizer)
-    title = f"{len(heads)} Medusa heads of {count_parameters(heads):,} parameters"
-    measured = (f"The tree has {len(heads.tree)} nodes; `minispec distill tree` chooses one for "
-                "your machine. How often the head's token of each rank is right on held-out "
-                "documents:")  # fmt: skip
-    loop.write_card(args, run, title, measured, accuracy_table(heads))
+
+    def finish(held_out: list[dict]) -> tuple[str, str, str]:
+        table = choose_tree(heads, vocabulary, target, held_out, args.context)
+        save_medusa(heads, args.out, loop.without_folder(args.model), tokenizer, torch.float16)
+        data.store_vocabulary(args, target, tokenizer)
+        title = f"{len(heads)} Medusa heads of {count_parameters(heads):,} parameters"
+        measured = (f"The tree has {len(heads.tree)} nodes; `minispec distill tree` chooses one "
+                    "for your machine. How often the head's token of each rank is right on "
+                    "held-out documents:")  # fmt: skip
+        return title, measured, table
+
+    data.train_on_generated(
+        args, target, tokenizer, heads, loss, str(heads), finish, [adamw], vocabulary
+    )
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
@@ -90,9 +83,7 @@ def arguments(p: argparse.ArgumentParser) -> None:
 
 def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
     """Labels (n, heads): head k's label at t is token t + k + 2, or -100 past the end of the text.
-
-    Rows with a label inside the prompt (the first `prompt` tokens) get -100 for every head.
-    """
+    Rows with a label inside the prompt (the first `prompt` tokens) get -100 for every head."""
     n = len(tokens)
     following = F.pad(torch.tensor(tokens, dtype=torch.long), (0, heads + 1), value=-100)
     labels = following[2:].unfold(0, heads, 1)  # (n, heads)
@@ -107,11 +98,10 @@ def ranks_of(
     """The rank (K, n) that each head gives its label among the draft head's tokens, at the n tokens
     of all documents, cut to `context`. RANKS stands for any worse rank and for a label that the
     draft head lacks, -1 for no label."""
-    rows, ranks = texts_of(generated, context), []
-    for i, hidden in enumerate(hidden_states(target, rows)):
+    rows, ranks = data.texts_of(generated, context), []
+    for i, hidden in enumerate(data.hidden_states(target, rows)):
         logits = heads(hidden.to(target.device, target.dtype), draft_head)  # (K, n, V)
-        label = labels_of(rows[i], len(generated[i]["prompt"]), len(heads)).T  # (K, n)
-        label = label.to(logits.device)
+        label = labels_of(rows[i], len(generated[i]["prompt"]), len(heads)).T.to(logits.device)
         index = draft_head.to_subset_ids(label)
         label_logit = logits.gather(-1, index.clamp(min=0)[..., None])
         above = (logits > label_logit).sum(-1).clamp(max=RANKS).where(index >= 0, RANKS)
@@ -126,9 +116,9 @@ def accuracy_of(ranks: Tensor) -> Tensor:
 
 
 def path_frequencies(ranks: Tensor) -> dict[RankPath, float]:
-    """How often all tokens of a path were right, most frequent path first, over the positions where
-    every head has a label. Unlike a product of accuracies, this accounts for heads being right at
-    the same positions."""
+    """The share of positions where all tokens of a path were right, most frequent path first, among
+    those where every head has a label. Unlike a product of accuracies, this accounts for heads
+    being right at the same positions."""
     columns, right = ranks[:, (ranks >= 0).all(0)].T.tolist(), Counter()
     for column in columns:
         depth = next((k for k, rank in enumerate(column) if rank == RANKS), len(column))
@@ -140,11 +130,11 @@ def path_frequencies(ranks: Tensor) -> dict[RankPath, float]:
 def choose_tree(
     heads: MedusaHeads, vocabulary: Vocabulary | None, target: Transformer, generated: list[dict],
     context: int,
-) -> None:  # fmt: skip
+) -> str:  # fmt: skip
     """Set the heads' accuracy on `generated` documents, and their tree: the paths that were right
     most often, with the number of nodes (at least one) that is fastest on this machine. A round
     costs a pass over the nodes and the root, plus the heads, which draft from the vocabulary (None:
-    all tokens)."""
+    all tokens). Returns a Markdown table with a row per head and a column per rank."""
     draft_head = (vocabulary or FullVocabulary(target)).select([])
     ranks = ranks_of(heads, draft_head, target, generated, context)
     heads.accuracy = accuracy_of(ranks)
@@ -157,18 +147,14 @@ def choose_tree(
     print(f"a tree of {best} nodes: {tokens[best]:.2f} tokens per round, "
           f"which costs {costs[best]:.2f} passes")  # fmt: skip
     heads.tree = list(shares)[:best]
-
-
-def accuracy_table(heads: MedusaHeads) -> str:
-    """A Markdown table with a row per head and a column per rank."""
-    ranks = [f"rank {r}" for r in range(RANKS)]
-    return loop.markdown_table("head", ranks, dict(enumerate(heads.accuracy.tolist())))
+    columns = [f"rank {r}" for r in range(RANKS)]
+    return loop.markdown_table("head", columns, dict(enumerate(heads.accuracy.tolist())))
 
 
 def run_tree(args: argparse.Namespace) -> None:
     """Measure Medusa heads and choose the fastest tree for them on this machine."""
-    target, folder, drafter, rows = load_for_measuring(args, "medusa", args.dtype)
+    target, folder, drafter, rows = data.load_for_measuring(args, "medusa", args.dtype)
     heads = drafter["heads"]
-    choose_tree(heads, drafter["vocabulary"], target, rows, target.config.context)
+    table = choose_tree(heads, drafter["vocabulary"], target, rows, target.config.context)
     save_measured(heads, folder)
-    print(accuracy_table(heads))
+    print(table)

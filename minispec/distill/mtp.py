@@ -9,19 +9,12 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from minispec import distributed
 from minispec.checkpoints.eagle3 import load_eagle3, save_eagle3
 from minispec.checkpoints.heads import load_mtp, load_subset, save_measured, save_mtp
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, number
-from minispec.distill.documents import (
-    Documents,
-    cross_entropy,
-    load_for_measuring,
-    load_target,
-    store_vocabulary,
-    train_on_generated,
-)
+from minispec.distill import documents as data
+from minispec.distill.documents import Documents, cross_entropy
 from minispec.methods.eagle3 import OWN_VOCABULARY, Eagle3Head, default_layers
 from minispec.methods.fastmtp import MTPHead, RecurrentHead
 from minispec.methods.vocabulary import FullVocabulary, Subset
@@ -119,8 +112,8 @@ def step_weights(steps: int, beta: float) -> list[float]:
 
 @torch.no_grad()
 def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
-    """How often each step's best token in the loss's vocabulary is the true one, given true input
-    tokens."""
+    """The share of labels that are a step's best token in the loss's vocabulary, given the true
+    tokens before, by step."""
     right, count = [0] * len(loss.weights), [0] * len(loss.weights)
     for i in indices:
         states, tokens, labels = loss.gather(torch.tensor([i]))
@@ -149,14 +142,10 @@ def measure(
 
 def run(args: argparse.Namespace) -> None:
     """Train FastMTP's head on text that the target generated."""
-    target, tokenizer = load_target(args)
+    target, tokenizer = data.load_target(args)
     head = load_mtp(args.init, target, tokenizer) if args.init else MTPHead(target.config)
     vocabulary = load_subset(args.vocabulary, target, tokenizer)
-
-    def save(*where) -> None:
-        save_mtp(head, *where, step_weights(args.k, args.beta))
-        store_vocabulary(args, target, tokenizer)
-
+    save = partial(save_mtp, head, step_weights=step_weights(args.k, args.beta))
     train_head(args, target, tokenizer, head, vocabulary, save, "A FastMTP head")
 
 
@@ -168,7 +157,7 @@ def run_eagle3(args: argparse.Namespace) -> None:
     """
     if args.init and args.vocabulary:
         raise UserError(f"--init: {OWN_VOCABULARY}")
-    target, tokenizer = load_target(args)
+    target, tokenizer = data.load_target(args)
     if args.init:
         head = load_eagle3(args.init, target, tokenizer)
     else:  # with the target's sizes, and the plain llama block of published heads
@@ -196,15 +185,17 @@ def train_head(
         soft=args.soft, vocabulary=vocabulary,
     )  # fmt: skip
     options = f"{args.mode} {args.k} {args.beta} {args.soft}"
-    run, held_out = train_on_generated(args, target, tokenizer, head, loss, options,
-                                       vocabulary=vocabulary)  # fmt: skip
-    if distributed.world.rank:
-        return
-    table = measure(head, loss, target, held_out, args.context)
-    save(args.out, loop.without_folder(args.model), tokenizer, torch.float16)
-    measured = ("How often each step's best token is right on held-out documents, given the true "
-                "tokens before it:")  # fmt: skip
-    loop.write_card(args, run, f"{title} of {count_parameters(head):,} parameters", measured, table)
+
+    def finish(held_out: list[dict]) -> tuple[str, str, str]:
+        table = measure(head, loss, target, held_out, args.context)
+        save(args.out, loop.without_folder(args.model), tokenizer, torch.float16)
+        if isinstance(head, MTPHead):
+            data.store_vocabulary(args, target, tokenizer)
+        measured = ("How often each step's best token is right on held-out documents, given the "
+                    "true tokens before it:")  # fmt: skip
+        return f"{title} of {count_parameters(head):,} parameters", measured, table
+
+    data.train_on_generated(args, target, tokenizer, head, loss, options, finish, None, vocabulary)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
@@ -237,7 +228,7 @@ def run_acceptance(args: argparse.Namespace) -> None:
     The training commands measure new heads themselves; this is for heads from elsewhere, and for
     other text.
     """
-    target, folder, drafter, rows = load_for_measuring(args, "mtp")
+    target, folder, drafter, rows = data.load_for_measuring(args, "mtp")
     head, vocabulary = drafter["head"], drafter.get("vocabulary")
     subset = vocabulary and vocabulary.select([])
     loss = partial(MTPLoss, head, target, steps=args.k, beta=1.0, aligned=True, vocabulary=subset)

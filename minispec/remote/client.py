@@ -26,8 +26,6 @@ EXTRA_FIELDS = {
     "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
 }  # fmt: skip
 TOP_K_OFF = 2**30  # larger than any vocabulary; some servers reject -1, others 0
-
-BUSY_STATUS = 429, 503
 # Finish reasons, in the words of several servers: an end token, or a limit, ended the answer.
 STOP_REASON = re.compile("(?i)stop(_sequence|_string|stringfound)?|eos(_token|found)?|end_turn")
 LIMIT_REASON = re.compile("(?i)length|limit|max")
@@ -222,7 +220,7 @@ class Server:
         if status in (401, 403):
             needs = "requires a valid key; name its environment variable with --key-env"
             raise RequestError(needs, "unavailable")
-        if status in BUSY_STATUS:
+        if status in (429, 503):
             busy = f"is still loading or overloaded after {self.seconds:.0f} s: {failure}"
             raise RequestError(busy, "unavailable", busy=True)
         if not response.is_success:
@@ -247,7 +245,7 @@ class Server:
         with self.lock:
             self.drafted += count(at(completion, "timings", "draft_n"))
             self.accepted += count(at(completion, "timings", "draft_n_accepted"))
-        text, tokens = at(choice, "text", of=str), token_ids(choice)
+        text, (tokens, logprobs) = at(choice, "text", of=str), ids_and_logprobs(choice)
         has_ids = tokens is not None
         if not has_ids:
             complete = text.rstrip("\ufffd")  # a limit may cut a character
@@ -260,7 +258,6 @@ class Server:
             if reason and (ended or not has_ids):
                 why = f"{len(tokens)} tokens with finish_reason {reason!r} may be incomplete"
                 raise RequestError(f"breaks off an answer: {why}", "incomplete")
-        logprobs = token_logprobs(choice) if has_ids else None
         prompt_tokens = count(at(completion, "usage", "prompt_tokens"))
         return Answer(text, tokens, has_ids, ended, logprobs, prompt_tokens, end)
 
@@ -270,28 +267,22 @@ class Server:
             metrics = self.request("GET", "/metrics")
         except RequestError:
             metrics = ""
-        counts = {"draft": 0, "accepted": 0}
-        for name, value in DRAFT_METRIC.findall(metrics):
-            counts[name] += count(value)
-        sources = tuple(counts.values()), (self.drafted, self.accepted)
-        return next((pair for pair in sources if any(pair)), None)
+        found = [(name, count(value)) for name, value in DRAFT_METRIC.findall(metrics)]
+        sums = (sum(n for name, n in found if name == kind) for kind in ("draft", "accepted"))
+        return next(filter(any, [(*sums,), (self.drafted, self.accepted)]), None)
 
 
-def token_ids(choice: dict) -> list[int] | None:
-    """Return the token ids of a choice, from wherever the server puts them, or None."""
-    with_logprobs = [at(entry, "id") for entry in at(choice, "logprobs", "content", of=list)]
-    for ids in choice.get("token_ids"), choice.get("tokens"), with_logprobs or None:
-        if isinstance(ids, list) and all(type(i) is int for i in ids):
-            return ids
-    return None
-
-
-def token_logprobs(choice: dict) -> list[float] | None:
-    """Return the logprobs of a choice in OpenAI's old or new format, or None."""
-    content = [at(entry, "logprob") for entry in at(choice, "logprobs", "content", of=list)]
-    logprobs = at(choice, "logprobs", "token_logprobs", of=list) or content
+def ids_and_logprobs(choice: dict) -> tuple[list[int] | None, list[float] | None]:
+    """Return the token ids of a choice, from wherever the server puts them, and their logprobs, in
+    OpenAI's old or new format. Either may be None."""
+    content = at(choice, "logprobs", "content", of=list)
+    places = choice.get("token_ids"), choice.get("tokens"), [at(x, "id") for x in content] or None
+    lists = (ids for ids in places if isinstance(ids, list))
+    ids = next((ids for ids in lists if all(type(i) is int for i in ids)), None)
+    logprobs = at(choice, "logprobs", "token_logprobs", of=list)
+    logprobs = logprobs or [at(entry, "logprob") for entry in content]
     valid = all(isinstance(value, float | int) and abs(value) < 1e9 for value in logprobs)
-    return logprobs if valid else None
+    return ids, logprobs if ids is not None and valid else None
 
 
 def is_stop_reason(reason: str | None) -> bool | None:
@@ -352,16 +343,14 @@ def keys_in(variables: list[str], servers: int) -> list[str]:
 def in_parallel(ask: Callable, items: list, threads: int) -> Iterator[tuple[int, object]]:
     """Yield (i, ask(items[i])) in order. If one of them raises, or on Ctrl-C, yield the others that
     are finished and raise that error. Nothing waits for the remaining threads."""
-    pool, i = ThreadPool(max(1, min(threads, len(items)))), 0
-    results = [pool.apply_async(ask, (item,)) for item in items]
-    try:
-        for i, result in enumerate(results):
-            yield i, result.get()
-    except (Exception, KeyboardInterrupt):
-        pool.terminate()  # its threads are daemons
-        for j, result in enumerate(results[i:], i):
-            if result.ready() and result.successful():
-                yield j, result.get()
-        raise
-    finally:
-        pool.terminate()
+    with ThreadPool(max(1, min(threads, len(items)))) as pool:  # whose threads are daemons
+        results, i = [pool.apply_async(ask, (item,)) for item in items], 0
+        try:
+            for i, result in enumerate(results):
+                yield i, result.get()
+        except (Exception, KeyboardInterrupt):
+            pool.terminate()
+            for j, result in enumerate(results[i:], i):
+                if result.ready() and result.successful():
+                    yield j, result.get()
+            raise
