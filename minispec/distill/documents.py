@@ -43,13 +43,12 @@ def load_for_measuring(
     args: argparse.Namespace, kind: str, dtype: str = "float32"
 ) -> tuple[Transformer, Path, dict, list[dict]]:
     """The target, the folder of --heads, the heads (of this `kind`, see load_drafter) as arguments
-    of a method, and the documents of --generated that training on them would hold out."""
+    of a method, and the documents of --generated that training would hold out."""
     target, tokenizer = load_target(args, dtype)
     found = args.heads or find_drafter(kind, target)
     if found is None:
         raise UserError(f"there is no folder {kind} next to {target.source}; use --heads")
-    folder = Path(found)
-    if not folder.is_dir():
+    if not (folder := Path(found)).is_dir():
         raise UserError(f"--heads {folder}: must be a directory, to save the result in")
     drafter = load_drafter(kind, target, tokenizer, folder)
     held_out = read_split(args.generated, target, tokenizer)[1]
@@ -78,8 +77,8 @@ def hidden_states(
     feature_layers: tuple[int, ...] = (),
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the target's hidden states (n, d), on the host, for each row of n tokens, followed by
-    those that enter `feature_layers`. By default, a GPU computes ROWS_PER_PASS rows together, with
-    padding, and a CPU one row at a time."""
+    those that enter `feature_layers`. By default, a GPU computes ROWS_PER_PASS padded rows at once,
+    a CPU a single one."""
     rows_per_pass = rows_per_pass or (ROWS_PER_PASS if target.device.type == "cuda" else 1)
     for start in range(0, len(rows), rows_per_pass):
         batch = rows[start : start + rows_per_pass]
@@ -90,9 +89,9 @@ def hidden_states(
 
 
 class Documents:
-    """Complete documents. `tokens` (D, T) are padded on the right; `lengths` and `prompts` (D,) are
-    the number of tokens in each document and in its prompt; `hidden` are the target's hidden states
-    (n, d) for each, or None if they have not been needed yet or did not fit in memory."""
+    """Complete documents. `tokens` (D, T) are padded on the right; `lengths` and `prompts` (D,)
+    count those of each document and of its prompt; `hidden` are the target's hidden states (n, d)
+    for each, or None if they have not been needed yet or did not fit in memory."""
 
     def __init__(
         self, rows: list[list[int]], prompts: list[int], states: Iterable[Tensor | None],
@@ -109,8 +108,7 @@ class Documents:
         cls, generated: list[dict], target: Transformer, context: int, dtype: torch.dtype,
         feature_layers: tuple[int, ...] = (),
     ) -> "Documents":  # fmt: skip
-        """Build from documents of `read_split`, cut to `context` tokens; the target computes in
-        `dtype`."""
+        """Build from documents of `read_split`, cut to `context`; the target runs in `dtype`."""
         prompts = [len(row["prompt"]) for row in generated]
         target = target if target.dtype == dtype else deepcopy(target).to(dtype)
         compute = partial(hidden_states, target, feature_layers=feature_layers)
@@ -151,7 +149,7 @@ class Documents:
 
 
 def shuffled_batches(count: int, rows: int, seed: int) -> Batch:
-    """A function that maps a step to `rows` indices below `count`, reshuffled every epoch. No batch
+    """A function from a step to `rows` indices below `count`, reshuffled every epoch. No batch
     spans two epochs."""
 
     def batch(step: int) -> Tensor:
@@ -177,12 +175,9 @@ def select_labelled(
     """The documents with a label in their first `context` tokens: a generated token, in the
     `vocabulary` if there is one, at index 2 or later (heads cannot predict earlier tokens). A note
     counts the others. Raises UserError if none is left for the `purpose`."""
-    known = set(vocabulary.host_ids.tolist()) if vocabulary else None
-    kept = []
-    for row in rows:
-        labels = (row["prompt"] + row["tokens"])[max(2, len(row["prompt"])) : context]
-        if labels and (known is None or not known.isdisjoint(labels)):
-            kept.append(row)
+    known = set(vocabulary.host_ids.tolist()) if vocabulary else range(2**31)
+    labels = [(row["prompt"] + row["tokens"])[max(2, len(row["prompt"])) : context] for row in rows]
+    kept = [row for row, tokens in zip(rows, labels) if any(token in known for token in tokens)]
     why = (f"the prompt fills the context of {context} tokens, the text is too short, or no "
            "generated token is in the vocabulary")  # fmt: skip
     if not kept:

@@ -1,13 +1,11 @@
 """Generate text with the target, to train drafts and heads on.
 
-For a plain text in --data, the target continues the first few tokens; with --ask, it gets a request
-about the text instead. For a conversation, it answers one of the user's turns through its chat
-template, so lines of `{"prompt": ...}` are enough. With --chat, the target writes the user's turns
-too, starting from an empty user header (Magpie, arXiv 2406.08464), so no data is needed.
-Near-duplicates are dropped, because models repeat themselves.
-
-With --server, a server of the target (vLLM, llama.cpp, SGLang, …) gets the same prompts and
-generates the answers.
+The target continues the first few tokens of each text in --data or, with --ask, answers a request
+about it. In a conversation, it answers one of the user's turns through its chat template, so lines
+of `{"prompt": ...}` are enough. With --chat, it writes the user's turns too, from an empty user
+header (Magpie, arXiv 2406.08464), so no data is needed. Near-duplicates are dropped, because models
+repeat themselves. With --server, a server of the target (vLLM, llama.cpp, SGLang, …) generates the
+answers.
 """
 
 import argparse
@@ -56,8 +54,7 @@ def local_sampler(model: Transformer, rows: int) -> Sample:
     def sample(prompts: list[list[int]], n: int, sampling: Sampling, seed: int) -> Iterator:
         own = range(len(prompts))[rank::size]
         generators = [torch.Generator().manual_seed(seed + i) for i in own]
-        own_prompts = [prompts[i] for i in own]
-        texts = sample_batch(model, own_prompts, n, sampling, generators, -(-rows // size))
+        texts = sample_batch(model, prompts[rank::size], n, sampling, generators, -(-rows // size))
         if size == 1:
             yield from enumerate(texts)
         else:
@@ -74,13 +71,13 @@ def user_turns(
     """Sample up to `n` single-turn conversations: the target writes the user's turn, after the chat
     template's user header and one of the `beginnings`. Unfinished turns are dropped."""
     chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
-    beginning_ids = [tokenizer.encode(beginning, add_special_tokens=False) for beginning in chosen]
-    prompts = [tokenizer.user_header() + ids for ids in beginning_ids]
+    begun = [tokenizer.encode(beginning, add_special_tokens=False) for beginning in chosen]
+    prompts = [tokenizer.user_header() + ids for ids in begun]
     max_tokens, seed = min(USER_TURN_TOKENS, config.context // 2), int(rng.integers(2**63))
     drawn = sample(prompts, max_tokens, USER_TURN_SAMPLING, seed)
-    finished = [beginning_ids[i] + tokens for i, tokens in drawn if tokens[-1] in config.eos_ids]
-    said = filter(None, [tokenizer.decode(ids).strip() for ids in finished])
-    return [text.Conversation([text.turn("user", turn)]) for turn in said]
+    finished = [begun[i] + tokens for i, tokens in drawn if tokens[-1] in config.eos_ids]
+    turns = filter(None, [tokenizer.decode(ids).strip() for ids in finished])
+    return [text.Conversation([text.turn("user", turn)]) for turn in turns]
 
 
 def prompt_of(
@@ -99,8 +96,7 @@ def sample_documents(
     sample: Sample, config: Config, tokenizer: Tokenizer, corpus: text.Corpus,
     args: argparse.Namespace, skipped: text.Skipped, seed: list[int], most: int,
 ) -> Iterator[dict]:  # fmt: skip
-    """Sample answers to at most `most` prompts, which are from random documents or written by the
-    target itself."""
+    """Sample answers to at most `most` prompts, from random documents or written by the target."""
     rng, max_prompt = np.random.default_rng(seed), config.context - args.tokens
     documents = [(name, document) for name, texts in corpus.items() for document in texts]
     if args.chat is None:
@@ -126,7 +122,7 @@ def sample_documents(
 
 
 def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> list[dict]:
-    """Check that a file is new or was started with these options, and return its documents. Remove
+    """Check that a file is new or was started with these options, and return its documents, without
     an incomplete last line, left by a killed process."""
     header, rows = read_generated(path, tokenizer)
     file.seek(0)
@@ -165,14 +161,13 @@ def append_documents(
     args: argparse.Namespace,
 ) -> int:  # fmt: skip
     """Append documents to a file that holds `rows` until there are --documents of them or a pool
-    has nothing new; return their number. `new_documents` makes documents from a seed, at most as
-    many as requested. Each is written as soon as it arrives."""
+    has nothing new; return their number. `new_documents` yields at most as many as requested, from
+    a seed. Each is written as soon as it arrives."""
     duplicates, kept, idle = Duplicates(), len(rows), 0
     for row in rows:
         duplicates.add(row["tokens"])
     with tqdm(total=args.documents, initial=kept, unit="document") as bar:
-        while kept < args.documents and idle < MAX_IDLE_PROMPTS:
-            before = kept
+        while (before := kept) < args.documents and idle < MAX_IDLE_PROMPTS:
             missing = min(args.documents - kept, POOLED_BATCHES * args.batch)
             for row in new_documents([args.seed, kept, idle], missing):
                 if args.keep_duplicates or not duplicates.add(row["tokens"]):
@@ -204,14 +199,14 @@ def run(args: argparse.Namespace) -> None:
                         f"{config.context} tokens: lower --tokens")  # fmt: skip
 
     new_documents = partial(sample_documents, sample, config, tokenizer, corpus, args, skipped)
-    first = distributed.world.rank == 0
+    first, rows = distributed.world.rank == 0, []
     out = args.out if first else Path(os.devnull)  # the other processes write nothing
     writing = user_error(f"{out} cannot be written", OSError)
     with writing, out.open("a+", encoding="utf-8", newline="\n") as file:
         with distributed.together():
             if first:
                 lock(file, f"--out {args.out}")
-            rows = resume(file, args.out, tokenizer, options) if first else []
+                rows = resume(file, args.out, tokenizer, options)
         rows = distributed.all_gather(rows)[0]
         kept = append_documents(file, rows, new_documents, args)
     if kept and skipped.reasons:

@@ -1,7 +1,6 @@
-"""Get the answers that `generate` would sample itself from a server running the target.
-
-The server's first answers are compared with the target's own predictions: another model, other
-weights or one BOS too many would spoil the text without any error.
+"""Get the answers that `generate` would sample itself from a server running the target. The first
+ones are compared with the target's own predictions: another model, other weights or one BOS too
+many would spoil the text without any error.
 """
 
 import argparse
@@ -25,9 +24,9 @@ REMOVED_SHARE = 0.02  # of sampled tokens; a few are removed by our warpers due 
 
 
 class ServerSampler:
-    """A server, called like the function of `generate.local_sampler`. The requests of a batch are
-    sent at once, each with a seed of its own. A prompt that the server rejects, or whose answers
-    it breaks off, has no answer."""
+    """A server, called like the function of `generate.local_sampler`. It gets the requests of a
+    batch at once, each with its own seed. Prompts that it rejects, or whose answers it breaks off,
+    are skipped."""
 
     def __init__(
         self, args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, skipped: Skipped
@@ -65,14 +64,13 @@ class ServerSampler:
         try:
             self.check_model(prompts)
             for i, tokens in self.ask_all(prompts, ask):
-                if not tokens or isinstance(tokens, str):
-                    # prompts may be the same, so they are numbered
+                if tokens and isinstance(tokens, list):
+                    answers.append((prompts[i], tokens))
+                    yield i, tokens
+                else:  # prompts may be the same, so they are numbered
                     start = self.tokenizer.decode(prompts[i])[:40]
                     name = f"prompt {len(self.skipped.reasons) + 1}, {start!r}"
                     self.skipped.reasons[name] = tokens or "the answer is empty"
-                    continue
-                answers.append((prompts[i], tokens))
-                yield i, tokens
         except client.RequestError as error:
             hint = "the documents so far are in --out, and the same command continues there"
             raise UserError(f"{self.server.url} {error}; {hint}") from None
@@ -84,8 +82,8 @@ class ServerSampler:
         """Yield the index of each prompt and ask(index), or why the prompt is skipped."""
 
         def answer_or_reason(i: int) -> object:
-            text = None if self.server.accepts_ids else self.server.as_text(prompts[i])
-            if text is not None and self.tokenizer.encode(text) != prompts[i]:
+            ids, encode = prompts[i], self.tokenizer.encode
+            if not self.server.accepts_ids and encode(self.server.as_text(ids)) != ids:
                 return "the server accepts text only, and its text has other tokens"
             try:
                 return ask(i)
@@ -113,14 +111,12 @@ class ServerSampler:
         new = [list(ids) for ids in dict.fromkeys(map(tuple, prompts)) if ids not in self.checked]
         new = new[: CHECKED_ANSWERS - len(self.checked)]
         self.checked.update(map(tuple, new))
-
         compared, n = [], CHECKED_TOKENS
         answers = self.ask_all(new, lambda i: identity.greedy_answer(self.server, new[i], n))
         for i, answer in answers:
             if not isinstance(answer, str):
-                tokens = answer.tokens[:n]
-                tokens = identity.with_end(self.model, new[i], tokens, n, answer.ended)
-                compared.append((new[i], answer, tokens))
+                given = answer.tokens[:n], n, answer.ended
+                compared.append((new[i], answer, identity.with_end(self.model, new[i], *given)))
         if problem := compared and identity.mismatch(self.model, compared, TOLERANCE):
             raise UserError(f"{self.server.url} does not serve --model: {problem}")
 
