@@ -66,7 +66,7 @@ def join_tensor_parallel() -> None:
 
 
 def join() -> None:
-    """Join the processes that torchrun started, if it did. The device `cuda` becomes the process's
+    """Join the processes that torchrun started, if it did. The device `cuda` becomes this process's
     own, and only rank 0 prints. Raises UserError if variables are not as torchrun sets them."""
     global world
     size = os.environ.get("WORLD_SIZE") or "1"
@@ -76,9 +76,8 @@ def join() -> None:
         # A handler in Python would have to wait for the end of an exchange, which may never come.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     connect()
-    if torch.cuda.is_available():
-        gpus, local_rank = torch.cuda.device_count(), dist.get_node_local_rank(0)
-        if local_rank >= gpus:
+    if gpus := torch.cuda.device_count():
+        if (local_rank := dist.get_node_local_rank(0)) >= gpus:
             raise UserError(f"there are {gpus} GPUs here, too few for process {local_rank + 1}")
         torch.cuda.set_device(local_rank)
     world = Group(dist.get_rank(), dist.get_world_size())
@@ -89,8 +88,8 @@ def join() -> None:
 
 def connect() -> None:
     """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT."""
-    advice = "start them with torchrun --nproc-per-node N, or unset WORLD_SIZE"
-    with user_error(f"the processes did not find each other; {advice}"):
+    with user_error("the processes did not find each other; start them with torchrun "
+                    "--nproc-per-node N, or unset WORLD_SIZE"):  # fmt: skip
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
     atexit.register(dist.destroy_process_group)
@@ -152,11 +151,10 @@ def split_of(name: str, config: Config) -> tuple[int, int]:
 
 def count_whole(module: nn.Module) -> int:
     """Number of parameters in the shards of all ranks together. A replicated weight counts once."""
-    count, config = count_parameters(module), getattr(module, "config", None)
-    if config is None:  # Medusa heads are replicated
-        return count
-    return count + sum(tensor.numel() * (split_of(name, config)[1] - 1)
-                       for name, tensor in module.state_dict().items())  # fmt: skip
+    config = getattr(module, "config", None)
+    tensors = module.state_dict() if config else {}  # Medusa heads are replicated
+    further = (t.numel() * (split_of(name, config)[1] - 1) for name, t in tensors.items())
+    return count_parameters(module) + sum(further)
 
 
 def largest_in_rows(weight: Tensor, name: str) -> Tensor:
@@ -167,8 +165,8 @@ def largest_in_rows(weight: Tensor, name: str) -> Tensor:
 
 
 def all_reduce_outputs(module: nn.Module) -> None:
-    """Let each attention and MLP in a rank's shard of a module return the sum over all ranks, with
-    the same bits on each."""
+    """Let each attention and MLP in a rank's shard of a module return the sum over all ranks, which
+    has the same bits on each."""
     if module.config.ranks == 1:
         return
     if isinstance(module, Transformer):
@@ -218,8 +216,8 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """If the block fails in any process, raise UserError in all of them, with the first one's
-    message. Without this, the others would wait for a process that has ended."""
+    """If the block fails in any process, raise UserError with the first one's message in all of
+    them. (Otherwise the others would wait for a process that has ended.)"""
     message = None
     try:
         yield
@@ -228,11 +226,10 @@ def together() -> Iterator[None]:
         if world.size == 1 or bug:
             raise
         message = str(error) or "not enough memory"
-    messages = all_gather(message)
-    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    failed = [(rank, text) for rank, text in enumerate(all_gather(message)) if text is not None]
     if failed:
-        where = f"rank {failed[0]}: " if len(failed) < world.size else ""
-        raise UserError(where + messages[failed[0]])
+        where = f"rank {failed[0][0]}: " if len(failed) < world.size else ""
+        raise UserError(where + failed[0][1])
 
 
 def all_gather(value: T) -> list[T]:

@@ -112,10 +112,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 
 def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
     """Return the keys of a config.json. Raise UserError if others would change the mathematics."""
-    if (architecture := metadata.get("general.architecture")) not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UserError(f"{path}: the architecture {architecture} is not one of {known}")
-    prefix = f"{architecture}."
+    if (kind := metadata.get("general.architecture")) not in ARCHITECTURES:
+        raise UserError(f"{path}: the architecture {kind} is not one of {', '.join(ARCHITECTURES)}")
+    prefix = f"{kind}."
     settings = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     for name, value in settings.items():
         if UNSUPPORTED_KEYS.search(name) and name not in SCALING_KEYS and value not in (0, 1, None):
@@ -125,7 +124,7 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
     rope_type = scaling.setdefault("rope_type", "linear" if "factor" in scaling else "none")
     vocabulary = tokenizer_keys(metadata)
     return raw | {
-        "model_type": architecture,
+        "model_type": kind,
         "vocab_size": len(tensors.get("token_embd.weight", [])),
         "rope_scaling": None if rope_type == "none" else scaling,
         "tie_word_embeddings": "output.weight" not in tensors,

@@ -16,7 +16,6 @@ from minispec.checkpoints import weights
 from minispec.checkpoints.config import config_json, read_config
 from minispec.checkpoints.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.checkpoints.weights import write_text
 from minispec.cli import MODEL_FILES, UserError, user_error
 from minispec.distributed import all_reduce_outputs, shard, shard_config
 from minispec.model import Transformer
@@ -89,8 +88,8 @@ def find_smollm2() -> Path:
 
     with contextlib.suppress(Exception):  # absent or incomplete
         directory = Path(snapshot_download(paths.SMOLLM2_ID, local_files_only=True))
-        needed_files = *weights.weight_files(directory), directory / "config.json"
-        if all(f.exists() for f in (*needed_files, directory / "tokenizer.json")):
+        needed = *weights.weight_files(directory), "config.json", "tokenizer.json"
+        if all((directory / name).exists() for name in needed):
             return directory
     if (paths.SMOLLM2 / "target" / "config.json").exists():
         return paths.SMOLLM2 / "target"
@@ -140,11 +139,9 @@ def load(
         config = shard_config(config, draft=draft)
     if file:
         tensors = {name: shard(name, tensor, config) for name, tensor in tensors.items()}
-    else:
-        tensors = weights.read_weights(path, config)
-        if not tensors:
-            raise UserError(f"{path} holds no tensors of a model; use an MTP head with --heads and "
-                            "--method fastmtp")  # fmt: skip
+    elif not (tensors := weights.read_weights(path, config)):
+        raise UserError(f"{path} holds no tensors of a model; use an MTP head with --heads and "
+                        "--method fastmtp")  # fmt: skip
     if tokenizer:
         # not counting added tokens: some files add a padding token that was never trained
         tokens = tokenizer.backend.get_vocab_size(with_added_tokens=False)
@@ -178,19 +175,17 @@ def require_tokenizer(
     if source and (file := find_gguf(source)):
         return read_gguf_tokenizer(file)
     advice = advice or "copy the model's tokenizer.json into its directory"
-    for name in OTHER_TOKENIZERS:
-        if source and (source / name).exists():
-            advice = (f"create it with transformers from {name}: "
-                      "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")  # fmt: skip
-            break
+    if other := [name for name in OTHER_TOKENIZERS if source and (source / name).exists()]:
+        advice = (f"create it with transformers from {other[0]}: "
+                  "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")  # fmt: skip
     raise UserError(f"{source or 'this model'} has no tokenizer.json; {advice}")
 
 
 def check_matching(where: str, other: Tokenizer | str | None, tokenizer: Tokenizer | None) -> None:
     """Raise UserError if both tokenizers (or a fingerprint) are known and do not match."""
     if tokenizer and other and not tokenizer.matches(other):
-        advice = "use one made with the model's tokenizer"
-        raise UserError(f"{where} was made with another tokenizer; {advice}")
+        raise UserError(f"{where} was made with another tokenizer; use one made with the model's "
+                        "tokenizer")  # fmt: skip
 
 
 def save(
@@ -202,9 +197,9 @@ def save(
         raise UserError("int8 weights cannot be saved; save the model before quantising it")
     # `named_parameters` lists a tied weight once, under the embedding's name
     weights.write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
-    config = config_json(model.config, dtype or model.dtype)
     for name, text in (tokenizer.files() if tokenizer else {}).items():
-        write_text(directory / name, text)
+        weights.write_text(directory / name, text)
+    config = config_json(model.config, dtype or model.dtype)
     weights.write_json(directory / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     weights.write_json(directory / "generation_config.json", ends)
