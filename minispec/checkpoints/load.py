@@ -16,6 +16,7 @@ from minispec.checkpoints import weights
 from minispec.checkpoints.config import config_json, read_config
 from minispec.checkpoints.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.checkpoints.weights import write_text
 from minispec.cli import MODEL_FILES, UserError, user_error
 from minispec.distributed import all_reduce_outputs, shard, shard_config
 from minispec.model import Transformer
@@ -198,7 +199,7 @@ def save(
     # `named_parameters` lists a tied weight once, under the embedding's name
     weights.write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
     for name, text in (tokenizer.files() if tokenizer else {}).items():
-        weights.write_text(directory / name, text)
+        write_text(directory / name, text)
     config = config_json(model.config, dtype or model.dtype)
     weights.write_json(directory / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
