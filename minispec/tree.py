@@ -2,15 +2,13 @@
 proposes nothing.
 """
 
-import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minispec.cli import UserError
+RankPath = tuple[int, ...]  # (0, 2) is head 0's best token, then head 1's third best
 
 
 @dataclass(frozen=True)
@@ -126,124 +124,3 @@ class Step:
     path: list[int] = field(default_factory=list)
     chances: dict[int, float] = field(default_factory=dict)
     window: list[list[int]] = field(default_factory=list)
-
-
-# ---- how much to draft ---------------------------------------------------------------------------
-
-RankPath = tuple[int, ...]  # (0, 2) is head 0's best token, then head 1's third best
-
-
-class Policy(Protocol):
-    """Chooses how many tokens to draft, based only on earlier rounds. A choice that depended on the
-    round's own draws would bias the output."""
-
-    def choose(self) -> int:
-        """Return the number of tokens to draft in the next round; 0 is a plain step."""
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Record the outcome of a round."""
-
-
-@dataclass(frozen=True)
-class FixedK:
-    """Drafts the same number of tokens in every round."""
-
-    k: int
-
-    def __post_init__(self):
-        if self.k < 1:
-            raise UserError(f"k {self.k}: must be auto or at least 1")
-
-    def choose(self) -> int:
-        return self.k
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
-
-
-class NodePolicy(Protocol):
-    """Chooses the tree that a FastMTP head drafts in a round. It may use the head's probabilities,
-    which follow from the text, but nothing that is drawn. The head's probabilities times
-    `calibration` are those of acceptance.
-
-    A round calls `expand`, if the head has anything to read; if it drafts, `width` for one level
-    after the other, or `static_shape`; then `choose` and `observe`."""
-
-    calibration: float
-
-    def expand(self, chain: list[float]) -> bool:
-        """Return whether the head drafts in this round. `chain` holds the values of other drafts,
-        which will be among the candidates."""
-
-    def width(self, level: int, values: Tensor) -> int:
-        """Return how many candidates of this level, counted from 1, the head reads for the next:
-        those of highest value. 0 ends the expansion."""
-
-    def static_shape(self) -> tuple[int, int]:
-        """Return the width and depth of an expansion that must be the same in every round."""
-
-    def choose(self, values: list[float], free_rows: int) -> int:
-        """Return how many candidates to keep, at most `free_rows`: those of highest value."""
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Record the outcome of a round."""
-
-
-@dataclass
-class FixedShape:
-    """Expands `depth` levels in every round, the first with one row, the others with `n`."""
-
-    n: int
-    depth: int
-    calibration = 1.0
-
-    def expand(self, chain: list[float]) -> bool:
-        return True
-
-    def width(self, level: int, values: Tensor) -> int:
-        return self.n if level < self.depth else 0
-
-    def static_shape(self) -> tuple[int, int]:
-        return self.n, self.depth
-
-    def choose(self, values: list[float], free_rows: int) -> int:
-        return min(free_rows, len(values))
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
-
-
-class FixedNodes(FixedShape):
-    """Keeps `nodes` candidates in every round. Width and depth of the expansion grow with their
-    number: from 4 × 4 for 4 nodes to 10 × 8 for 60."""
-
-    def __init__(self, nodes: int):
-        if nodes < 1:
-            raise UserError(f"tree {nodes}: must be auto or at least 1 node")
-        depth = min(nodes, round(math.log2(nodes)) + 2)
-        super().__init__(max(4, round(1.3 * math.sqrt(nodes))), depth)
-        self.nodes = nodes
-
-    def choose(self, values: list[float], free_rows: int) -> int:
-        return min(self.nodes, super().choose(values, free_rows))
-
-
-def node_policy(tree: int | NodePolicy) -> NodePolicy | None:
-    """The policy for a number of nodes, or a given one; None for 0, which stands for no tree."""
-    return tree if hasattr(tree, "choose") else FixedNodes(tree) if tree else None
-
-
-class TreePolicy(Protocol):
-    """Chooses the tree of a round from the predictions of Medusa's heads. Like a Policy, it knows
-    only what precedes the round."""
-
-    def drafting(self) -> bool:
-        """Return whether the next round drafts. If not, it is a plain step without the heads."""
-
-    def choose(self, probs: list[list[float]], free_rows: int) -> list[RankPath]:
-        """Return at most `free_rows` paths, each after all of its prefixes. `probs` (K, ranks)
-        holds the probabilities of each head's best candidates."""
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Record the outcome of a round: the nodes below the root, and how many were accepted. Not
-        called after a round in which the heads had no hidden state to read."""

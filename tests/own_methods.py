@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from minispec.methods.adaptive import as_policy
 from minispec.methods.declaration import Draft, K, method
 from minispec.sampling import Randomness, Sampling, probs
-from minispec.tree import FixedK, Step, Tree
+from minispec.tree import Step, Tree
 from minispec.verify import Rule, accept
 
 
@@ -32,7 +33,7 @@ def twigs(
     draft: Draft, k: K = 2, rule: Rule = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """The `k` best next tokens of a draft model, which has no cache: a tree of depth one."""
-    policy = k if hasattr(k, "choose") else FixedK(k)
+    policy = as_policy(k)
     cache = cache or model.new_cache()
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)

@@ -19,6 +19,7 @@ from minispec.methods.adaptive import (
     AdaptiveK,
     AdaptiveNodes,
     AdaptiveTree,
+    likely_paths,
 )
 
 FLAT = [0.0] + [1.0] * 64  # a pass costs the same for any number of rows
@@ -40,10 +41,10 @@ def test_k_maximises_expected_tokens_per_cost(seed):
     rng = random.Random(seed)
     curve = [0.0, 1.0, *itertools.accumulate((rng.random() / 9 for _ in range(20)), initial=1.1)]
     policy = AdaptiveK(curve, draft_cost=rng.random() / 4, max_k=8)
-    policy.rate = [rng.random() for _ in range(8)]
+    policy.rates.rate = [rng.random() for _ in range(8)]
 
     def value(k: int) -> float:
-        accept_probs = itertools.accumulate(policy.rate[:k], lambda a, b: a * b)
+        accept_probs = itertools.accumulate(policy.rates.rate[:k], lambda a, b: a * b)
         return (1 + sum(accept_probs)) / policy.costs[k]
 
     assert value(policy.choose()) == pytest.approx(max(value(k) for k in range(9)))
@@ -76,18 +77,18 @@ def test_rates_are_learnt_only_from_drafts_that_were_tried():
     policy = AdaptiveK(FLAT, draft_cost=0.1, max_k=8)
     for i in range(200):  # every other round all four drafts are right, otherwise none
         policy.observe(drafted=4, accepted=4 * (i % 2))
-    assert abs(policy.rate[0] - 0.5) < 0.1 and min(policy.rate[1:4]) > 0.95
-    assert policy.rate[4] > 0.85  # never tried, so it drifts towards the previous rate
+    assert abs(policy.rates.rate[0] - 0.5) < 0.1 and min(policy.rates.rate[1:4]) > 0.95
+    assert policy.rates.rate[4] > 0.85  # never tried, so it drifts towards the previous rate
 
 
 def test_rates_start_at_the_measured_acceptance():
-    assert AdaptiveK(FLAT, 0.1, max_k=4, acceptance=[0.6, 0.5]).rate == [0.6, 0.5, 0.5, 0.5]
-    assert AdaptiveK(FLAT, 0.1, max_k=1, acceptance=[0.6, 0.5]).rate == [0.6]
-    assert AdaptiveK(FLAT, 0.1, max_k=2).rate == [0.7, 0.7]
+    assert AdaptiveK(FLAT, 0.1, max_k=4, acceptance=[0.6, 0.5]).rates.rate == [0.6, 0.5, 0.5, 0.5]
+    assert AdaptiveK(FLAT, 0.1, max_k=1, acceptance=[0.6, 0.5]).rates.rate == [0.6]
+    assert AdaptiveK(FLAT, 0.1, max_k=2).rates.rate == [0.7, 0.7]
     policy = AdaptiveK(FLAT, 0.1, max_k=4, acceptance=[0.6])  # counts for two rounds at first
     for n in range(1, 7):
         policy.observe(drafted=1, accepted=0)
-        assert policy.rate[0] == pytest.approx(2 * 0.6 / (2 + n))
+        assert policy.rates.rate[0] == pytest.approx(2 * 0.6 / (2 + n))
 
 
 # ---- plain steps and probes ----------------------------------------------------------------------
@@ -160,25 +161,27 @@ def test_the_tree_maximises_expected_tokens_per_cost(seed):
             for n in range(min(free_rows, len(paths)) + 1)
         ]
         best = paths[: values.index(max(values))]
-        assert AdaptiveTree(curve, heads_cost).choose(probs, free_rows) == sorted(best)
+        policy = AdaptiveTree(curve, heads_cost)
+        assert likely_paths(probs, policy, free_rows) == sorted(best)
 
 
 def test_certain_paths_are_drafted_and_rare_ones_are_not():
     certain = torch.eye(4, 12)[[0, 0, 0, 0]].tolist()
     rare = torch.full((4, 12), 1e-3).tolist()
-    assert AdaptiveTree(FLAT, 0.0).choose(rare, free_rows=99) == []
-    assert AdaptiveTree(FLAT, 0.0).choose(certain, free_rows=99) == [(0,) * n for n in range(1, 5)]
-    assert AdaptiveTree(FLAT, 0.0).choose(certain, free_rows=2) == [(0,), (0, 0)]
-    short_curve = [0.0, 1.0, 1.0]  # a tree never exceeds the curve
-    assert AdaptiveTree(short_curve, 0.0).choose(certain, free_rows=99) == [(0,)]
-    assert AdaptiveTree(STEEP, 0.0).choose(random_probs((4, 12), 0).tolist(), free_rows=99) == []
+    flat, steep = AdaptiveTree(FLAT, 0.0), AdaptiveTree(STEEP, 0.0)
+    assert likely_paths(rare, flat, free_rows=99) == []
+    assert likely_paths(certain, flat, free_rows=99) == [(0,) * n for n in range(1, 5)]
+    assert likely_paths(certain, flat, free_rows=2) == [(0,), (0, 0)]
+    short = AdaptiveTree([0.0, 1.0, 1.0], 0.0)  # a tree never exceeds the curve
+    assert likely_paths(certain, short, free_rows=99) == [(0,)]
+    assert likely_paths(random_probs((4, 12), 0).tolist(), steep, free_rows=99) == []
 
 
 def test_trees_start_at_the_measured_accuracy_and_stop_when_they_do_not_pay():
     curve = [0.0, *(1 + 0.1 * n for n in range(9))]
     accuracy = torch.tensor([[0.5, 0.1], [0.4, 0.1]], dtype=torch.float64)
     policy = AdaptiveTree(curve, 0.1, accuracy)  # the best tree is (0,), (0, 0)
-    assert policy.gain.mean == pytest.approx(0.5 + 0.2 - 0.3)
+    assert policy.gain == pytest.approx(0.5 + 0.2 - 0.3)
     assert not AdaptiveTree(curve, 0.7, accuracy).drafting()
     assert not AdaptiveTree(STEEP, 0.0, torch.zeros(1, 10)).drafting()
     rounds = []
@@ -192,7 +195,7 @@ def test_trees_start_at_the_measured_accuracy_and_stop_when_they_do_not_pay():
     for _ in range(30):
         assert policy.drafting()
         policy.observe(drafted=2, accepted=2)
-    assert policy.gain.mean > 0
+    assert policy.gain > 0
 
 
 # ---- in decoding ---------------------------------------------------------------------------------
@@ -253,7 +256,7 @@ def test_a_tree_policy_learns_only_from_rounds_in_which_the_heads_ran(prompt):
     heads.register_forward_hook(lambda *_: calls.append(True))
     options = {"heads": heads, "tree": policy, "cache": cache, "max_new_tokens": 1000}
     run = decode(model, None, prompt, "medusa", **options)
-    assert policy.gain.rounds - PRIOR_ROUNDS == len(calls) == len(run.rounds) - 1
+    assert policy.rounds - PRIOR_ROUNDS == len(calls) == len(run.rounds) - 1
 
 
 def best_value(values: list[float], costs: list[float]) -> float:
@@ -280,7 +283,7 @@ def test_a_head_s_tree_keeps_what_is_worth_its_time(seed):
     policy = AdaptiveNodes(curve, level_costs, acceptance=[0.9, 0.9])
     for _ in range(5):
         free_rows, cost, values = rng.randint(1, 40), 0.0, []
-        if policy.expand([]):
+        if policy.drafting([]):
             widths, values = grow(policy, [rng.random() / 2 for _ in range(4)])
             cost = sum(level_costs[n] for n in [1, *widths])
         n, rate = policy.choose(values, free_rows), policy.rate
@@ -299,7 +302,7 @@ def test_a_head_expands_further_while_that_pays():
 
     def widths(level_costs: dict, children: list[float]) -> list[int]:
         policy = AdaptiveNodes(FLAT, level_costs, acceptance=children[:1])
-        policy.expand([])
+        policy.drafting([])
         return grow(policy, children)[0]
 
     assert widths(cheap, unsure)[:2] == [2, 4] and len(widths(cheap, sure)) == 7
@@ -309,7 +312,7 @@ def test_a_head_expands_further_while_that_pays():
 
 def test_a_promising_chain_needs_no_expansion():
     policy = AdaptiveNodes([0.0, *(1 + n / 10 for n in range(64))], {1: 0.1, 2: 0.1})
-    assert not policy.expand([0.9, 0.9, 0.9, 0.9]) and policy.expand([0.1])
+    assert not policy.drafting([0.9, 0.9, 0.9, 0.9]) and policy.drafting([0.1])
 
 
 def test_a_head_that_becomes_right_is_used_again():
@@ -319,7 +322,7 @@ def test_a_head_that_becomes_right_is_used_again():
     for rounds, right in (300, False), (3000, True):
         used.append(0)
         for _ in range(rounds):
-            values = grow(policy, [0.9, 0.05])[1] if policy.expand([]) else []
+            values = grow(policy, [0.9, 0.05])[1] if policy.drafting([]) else []
             drafted = policy.choose(values, 64)
             used[-1] += drafted > 0
             policy.observe(drafted, accepted=min(drafted, 2) if right else 0)
@@ -329,9 +332,9 @@ def test_a_head_that_becomes_right_is_used_again():
 def test_values_are_corrected_by_what_was_accepted_and_plain_steps_follow_bad_rounds():
     policy = AdaptiveNodes([0.0, *(1 + n / 5 for n in range(64))], {1: 0.1})
     for _ in range(20):
-        values = [policy.calibration * 0.9] * 4 if policy.expand([]) else []
+        values = [policy.calibration * 0.9] * 4 if policy.drafting([]) else []
         policy.observe(policy.choose(values, 64), accepted=0)
-    assert policy.calibration < 0.5 and not policy.expand([])
+    assert policy.calibration < 0.5 and not policy.drafting([])
     assert policy.choose([], 64) == 0  # a plain step
 
 
@@ -339,9 +342,9 @@ def test_auto_reads_the_heads_acceptance_and_drafts_from_text_for_free():
     model = random_model()
     head, heads = random_mtp_head(model, 0), random_medusa_heads(model, 0)
     head.acceptance, heads.accuracy = [0.3, 0.2], torch.full((4, 10), 0.01)
-    (k,) = with_policies("fastmtp", model, {"k": "auto", "head": head})["k"].rate[:1]
+    (k,) = with_policies("fastmtp", model, {"k": "auto", "head": head})["k"].rates.rate[:1]
     assert k == 0.3
     lookup = with_policies("prompt-lookup", model, {"k": "auto"})["k"]
     assert lookup.costs == [cost_curve(model)[k + 1] for k in range(17)]
     tree = with_policies("medusa", model, {"tree": "auto", "heads": heads})["tree"]
-    assert tree.gain.mean < PRIOR_GAIN
+    assert tree.gain < PRIOR_GAIN

@@ -5,6 +5,7 @@ head, its chain, vocabularies) are tested by the assignments; see test_assignmen
 import inspect
 import math
 import random
+from collections.abc import Sequence
 from unittest import mock
 
 import mistakes
@@ -25,7 +26,7 @@ from minispec.certify.toys import (
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import medusa
-from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes
+from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, FixedNodes
 from minispec.methods.fastmtp import CHILDREN, HeadDrafter, MTPHead, fastmtp
 from minispec.methods.medusa import with_prefixes
 from minispec.methods.prompt_lookup import NgramIndex
@@ -33,7 +34,7 @@ from minispec.methods.speculative import propose
 from minispec.methods.vocabulary import Compressed, FullVocabulary, count
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.tree import FixedNodes, Tree
+from minispec.tree import Tree
 
 # ---- Medusa and FastMTP --------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class RandomNodes:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
 
-    def expand(self, chain) -> bool:
+    def drafting(self, values) -> bool:
         self.shape = self.random.randint(1, 3), self.random.randint(0, 3)
         return self.shape[1] > 0
 
@@ -281,14 +282,14 @@ def test_each_policy_of_hybrid_learns_from_its_own_drafter():
     options = {"head": head, "k": k, "lookup_k": copied, "max_new_tokens": 60}
     run = decode(model, None, [1], "hybrid", **options)
     assert run.tokens == [(2 + i) % 6 for i in range(60)]
-    assert min(copied.rate) > 0.7 and k.rate[0] < 0.7
+    assert min(copied.rates.rate) > 0.7 and k.rates.rate[0] < 0.7
     assert {len(step.tokens) for step in run.rounds[-5:-1]} == {6 + 1}
 
 
 class LikelyCopies(FixedNodes):
     """Keeps copies that are more likely right than wrong; the head never drafts."""
 
-    def expand(self, chain: list[float]) -> bool:
+    def drafting(self, values: Sequence[float] = ()) -> bool:
         return False
 
     def choose(self, values: list[float], free_rows: int) -> int:

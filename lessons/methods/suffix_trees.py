@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from minispec.cache import KVCache
+from minispec.methods.adaptive import as_policy
 from minispec.methods.declaration import K, Option, method
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, probs
-from minispec.tree import FixedK, Step, Tree
+from minispec.tree import Step, Tree
 from minispec.verify import Rule, accept
 
 Branches = Annotated[int, Option("number of different continuations", least=1)]
@@ -26,7 +27,7 @@ def suffix_trees(
     cache: KVCache | None = None, k: K = 8, branches: Branches = 3, rule: Rule = accept,
 ) -> Iterator[Step]:  # fmt: skip
     """Draft up to `k` tokens of each of the `branches` most frequent continuations."""
-    policy = k if hasattr(k, "choose") else FixedK(k)
+    policy = as_policy(k)
     cache = cache or model.new_cache()
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minispec.certify.toys import random_mtp_head, small_model
 from minispec.methods import fastmtp
-from minispec.methods.adaptive import AdaptiveK, best_draft_size
+from minispec.methods.adaptive import AcceptanceRates, AdaptiveK, best_draft_size
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
@@ -676,7 +676,7 @@ TASKS = [
             "token for cost[1].",
         ),
         mistakes=BEST_K_MISTAKES,
-        shows=(best_draft_size, AdaptiveK.accept_probs),
+        shows=(best_draft_size, AcceptanceRates.accept_probs),
     ),
     Task(
         name="best_nodes",

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from minispec.cache import KVCache
 from minispec.cli import note
 from minispec.fast.compiled import MAX_ROWS
+from minispec.methods.adaptive import FixedNodes, Policy
 from minispec.methods.fastmtp import HeadDrafter, RecurrentHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import FixedShape, NodePolicy
 
 CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two (batch: multiple)
@@ -250,12 +250,12 @@ class CapturedDrafter(HeadDrafter):
             return super().draft(tokens, k, sampling, randomness, draft_head)
         return rows, []
 
-    def flush_and_expand(self, policy: NodePolicy, draft_head: DraftHead) -> Tensor:
+    def flush_and_expand(self, policy: Policy, draft_head: DraftHead) -> Tensor:
         width, depth = policy.static_shape()
         depth = min(depth, 1 + (self.cache.free_rows - self.num_pending) // width)
 
         def expand(drafter: HeadDrafter, _: Tensor) -> Tensor:
-            return drafter.expand(FixedShape(width, depth).width, draft_head)
+            return drafter.expand(FixedNodes(1, (width, depth)).width, draft_head)
 
         found = self.round((width, depth, draft_head.logits), width * (depth - 1), expand)
         return super().flush_and_expand(policy, draft_head) if found is None else found

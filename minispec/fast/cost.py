@@ -11,11 +11,11 @@ import torch
 
 from minispec import distributed
 from minispec.cache import KVCache
+from minispec.methods.adaptive import FixedNodes
 from minispec.methods.fastmtp import RecurrentHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
-from minispec.tree import FixedShape
 
 T = TypeVar("T")
 # rows per pass at which the curve is measured: densely where it is steepest and most used
@@ -139,7 +139,7 @@ def head_costs(
 
         def round_of_three(width: int) -> None:
             drafter.enqueue(hidden, [0, 0])
-            drafter.flush_and_expand(FixedShape(width, 3), draft_head).tolist()
+            drafter.flush_and_expand(FixedNodes(1, (width, 3)), draft_head).tolist()
             drafter.cache.truncate(0)
 
         rounds = [partial(round_of_three, width) for width in widths]

@@ -19,10 +19,11 @@ from typing import Annotated, get_type_hints
 
 from minispec.cache import KVCache
 from minispec.cli import UserError, number, to_number
+from minispec.methods.adaptive import Policy
 from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
 from minispec.sampling import Sampling
-from minispec.tree import NodePolicy, Policy, RankPath, Step, TreePolicy
+from minispec.tree import RankPath, Step
 from minispec.verify import Rule
 
 # ---- options -------------------------------------------------------------------------------------
@@ -83,10 +84,10 @@ class Option:
 
 K = Annotated[int | Policy, Option("drafts per round, or auto", least=1, auto="drafts")]
 Nodes = Annotated[
-    int | NodePolicy, Option("number of nodes of a tree, or auto", "number", 1, 999, "nodes")
+    int | Policy, Option("number of nodes of a tree, or auto", "number", 1, 999, "nodes")
 ]
 Paths = Annotated[
-    list[RankPath] | TreePolicy | int | None,
+    list[RankPath] | Policy | int | None,
     Option("number of nodes, auto, a published name or a JSON file", "paths", 0, auto="paths"),
 ]
 Draft = Annotated[

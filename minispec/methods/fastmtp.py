@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
+from minispec.methods.adaptive import FixedNodes, Policy, as_policy
 from minispec.methods.declaration import (
     Cache,
     DraftSampling,
@@ -26,7 +27,7 @@ from minispec.methods.declaration import (
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import CHUNK, Block, Config, ForwardContext, Rope, Transformer, make_context
 from minispec.sampling import OneHot, Randomness, Sampling, draw, probs
-from minispec.tree import FixedK, NodePolicy, Policy, Step, Tree, node_policy
+from minispec.tree import Step, Tree
 from minispec.verify import Rule, accept, accept_block
 
 HEAD_CASES = [  # to try, with any recurrent head
@@ -212,7 +213,7 @@ class HeadDrafter:
         return torch.cat(drafts) if drafts else torch.tensor([], dtype=torch.int64), draft_probs
 
     def tree(
-        self, tokens: list[int], policy: NodePolicy, free_rows: int, draft_head: DraftHead,
+        self, tokens: list[int], policy: Policy, free_rows: int, draft_head: DraftHead,
         chain: Sequence[tuple[int, float]] = (),
     ) -> Tree:  # fmt: skip
         """A tree of at most `free_rows` nodes below the newest token: those of highest value, as
@@ -220,7 +221,8 @@ class HeadDrafter:
         probabilities along its path. No node's value is above its parent's, so the best ones form
         a tree. A `chain` of other drafts, with their own values, is added to the candidates."""
         candidates = Candidates()
-        if (self.pending or self.last is not None) and policy.expand([value for _, value in chain]):
+        values = [value for _, value in chain]
+        if (self.pending or self.last is not None) and policy.drafting(values):
             # in one copy to the host; float64 represents every token id exactly
             drafts, parents, values = self.flush_and_expand(policy, draft_head).tolist()
             values = [policy.calibration * value for value in values]
@@ -228,7 +230,7 @@ class HeadDrafter:
         candidates.add_chain(chain)
         return candidates.best(tokens[-1], policy.choose(candidates.values, free_rows))
 
-    def flush_and_expand(self, policy: NodePolicy, draft_head: DraftHead) -> Tensor:
+    def flush_and_expand(self, policy: Policy, draft_head: DraftHead) -> Tensor:
         """Run the head on everything that is pending; then see `expand`."""
         self.flush_pending()
         return self.expand(
@@ -237,7 +239,7 @@ class HeadDrafter:
 
     def expand(self, width: Callable[[int, Tensor], int], draft_head: DraftHead) -> Tensor:
         """Candidates for a tree. In each level, the head reads the best candidates of the level
-        above in one pass, each with the head's output at its parent; `width` is as in NodePolicy. A
+        above in one pass, each with the head's output at its parent; `width` is as in Policy. A
         row sees its ancestors only, at its depth's position. The cache keeps all rows until the
         last level is done. Returns each candidate's token, the index of its parent (-1: the root)
         and its value, (3, N), float64."""
@@ -375,10 +377,11 @@ class HeadSource:
 
     def __init__(
         self, drafter: HeadDrafter, vocabulary: Vocabulary, k: int | Policy,
-        nodes: int | NodePolicy, draft_sampling: Sampling | None,
+        nodes: int | Policy, draft_sampling: Sampling | None,
     ):  # fmt: skip
         self.drafter, self.vocabulary, self.sampling = drafter, vocabulary, draft_sampling
-        self.policy, self.nodes = k if hasattr(k, "choose") else FixedK(k), node_policy(nodes)
+        self.policy = as_policy(k)
+        self.nodes = as_policy(nodes, FixedNodes) if nodes != 0 else None
 
     def propose(
         self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness,

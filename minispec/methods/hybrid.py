@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minispec.cache import KVCache
 from minispec.cli import UserError
-from minispec.methods.adaptive import UNTRIED_STEP, AdaptiveK
+from minispec.methods.adaptive import UNTRIED_STEP, AcceptanceRates, Policy, as_policy
 from minispec.methods.declaration import (
     Cache,
     Draft,
@@ -37,7 +37,7 @@ from minispec.methods.speculative import propose, replace_unknown
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import FixedK, Policy, Step, Tree
+from minispec.tree import Step, Tree
 from minispec.verify import accept, accept_block
 
 LookupK = Annotated[int | Policy, Option("copies per round, or auto", least=1, auto="copies")]
@@ -114,9 +114,9 @@ class CopiesFirst:
 
     def __init__(self, other: HeadSource, k: int | Policy):
         self.other, self.drafter = other, other.drafter
-        self.policy = k if hasattr(k, "choose") else FixedK(k)
+        self.policy = as_policy(k)
         self.index, self.copied = NgramIndex(LONGEST_MATCH, SHORTEST_MATCH), []
-        self.acceptance = AdaptiveK([1.0], 0.0)  # of copied tokens in trees
+        self.acceptance = AcceptanceRates(16)  # of copied tokens in trees
 
     def propose(
         self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.cli import UserError
+from minispec.methods.adaptive import Policy, likely_paths
 from minispec.methods.declaration import Option, Paths, Words, head_weights, method
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
-from minispec.tree import RankPath, Step, Tree, TreePolicy
+from minispec.tree import RankPath, Step, Tree
 from minispec.verify import Rule, accept
 
 RANKS = 10  # candidates per head that a tree may choose from, as in the published trees
@@ -168,9 +169,9 @@ def medusa_typical(
 
 
 def checked_tree(
-    model: Transformer, heads: MedusaHeads, tree: list[RankPath] | TreePolicy | None,
+    model: Transformer, heads: MedusaHeads, tree: list[RankPath] | Policy | None,
     vocabulary: Vocabulary | None,
-) -> list[RankPath] | TreePolicy:  # fmt: skip
+) -> list[RankPath] | Policy:  # fmt: skip
     """Return the policy, or all paths of the tree (None: the heads' own). Raises UserError if the
     tree or the vocabulary does not fit the heads."""
     if vocabulary and not heads.shared:
@@ -183,7 +184,7 @@ def checked_tree(
 
 def propose(
     heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, root: int,
-    tree: list[RankPath] | TreePolicy, free_rows: int,
+    tree: list[RankPath] | Policy, free_rows: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates, at most `free_rows` nodes below the newest token. Only the
     root if there is no hidden state yet: in the first round, if the prefill had nothing to feed."""
@@ -192,7 +193,7 @@ def propose(
     fixed = isinstance(tree, list)
     ranks = 1 + max(rank for path in tree for rank in path) if fixed else RANKS
     candidate_probs, candidates = best_candidates(heads, draft_head, hidden[0], ranks)
-    paths = tree if fixed else tree.choose(candidate_probs, free_rows)
+    paths = tree if fixed else likely_paths(candidate_probs, tree, free_rows)
     paths = [path for path in paths if max(path) < len(candidates[0])]  # if the vocabulary is small
     return Tree.from_paths(root, paths[:free_rows], candidates)
 

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from minispec.cache import KVCache
+from minispec.methods.adaptive import as_policy
 from minispec.methods.declaration import K, Option, method
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, probs
-from minispec.tree import FixedK, Step, Tree
+from minispec.tree import Step, Tree
 from minispec.verify import Rule, accept
 
 Ngram = Annotated[int, Option("length of the longest match", least=1)]
@@ -21,7 +22,7 @@ def prompt_lookup(
     """Draft up to `k` of the tokens that followed the last n tokens where they last occurred, for
     the largest n up to `ngram`. `k` may be a policy that chooses it for each round (see adaptive).
     """
-    policy = k if hasattr(k, "choose") else FixedK(k)
+    policy = as_policy(k)
     cache = cache or model.new_cache()
     tokens, index = list(prompt), NgramIndex(ngram, 1)
     model.prefill(tokens[cache.length : -1], cache)

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.cache import KVCache
+from minispec.methods.adaptive import as_policy
 from minispec.methods.declaration import Cache, Draft, DraftSampling, K, Verify, method
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, draw, probs
-from minispec.tree import FixedK, Step, Tree
+from minispec.tree import Step, Tree
 from minispec.verify import accept, accept_block
 
 
@@ -35,7 +36,7 @@ def speculative(
     `draft_cache` may hold the draft's rows for a prefix of the prompt, as `cache` may hold the
     target's. The two vocabularies may differ in size by padding.
     """
-    policy = k if hasattr(k, "choose") else FixedK(k)
+    policy = as_policy(k)
     cache = cache or model.new_cache()
     draft_cache = draft_cache or draft.new_cache(cache.capacity)
     tokens = list(prompt)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from minispec.cache import KVCache
+from minispec.methods.adaptive import Policy
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import Policy, Step
+from minispec.tree import Step
 
 
 def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:

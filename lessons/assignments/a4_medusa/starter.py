@@ -2,10 +2,11 @@
 
 from torch import Tensor, nn
 
+from minispec.methods.adaptive import Policy
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import OneHot
-from minispec.tree import RankPath, Tree, TreePolicy
+from minispec.tree import RankPath, Tree
 
 
 class ResBlock(nn.Module):
@@ -85,7 +86,7 @@ def from_paths(root: int, paths: list[list[int]], candidates: list[list[int]]) -
 
 def propose(
     heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, root: int,
-    tree: list[RankPath] | TreePolicy, free_rows: int,
+    tree: list[RankPath] | Policy, free_rows: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates below `root`, the newest token: the first `free_rows` of
     the rank paths `tree`.

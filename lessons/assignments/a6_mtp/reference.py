@@ -2,9 +2,9 @@
 
 from minispec.distill import Documents, MTPLoss, step_weights
 from minispec.methods import fastmtp
+from minispec.methods.adaptive import FixedNodes
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import DraftHead
-from minispec.tree import FixedShape
 
 __all__ = ["Documents", "Drafter", "MTPHead", "MTPLoss", "step_weights"]
 
@@ -13,5 +13,5 @@ class Drafter(fastmtp.HeadDrafter):
     def grow(
         self, newest: int, n: int, width: int, depth: int, draft_head: DraftHead
     ) -> tuple[list[int], list[int]]:
-        tree = self.tree([newest], FixedShape(width, depth), n, draft_head)
+        tree = self.tree([newest], FixedNodes(n, (width, depth)), n, draft_head)
         return tree.tokens, tree.parents

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from minispec.certify.methods import cases
 from minispec.methods import lookahead, medusa, speculative
+from minispec.methods.adaptive import FixedNodes, Policy, as_policy
 from minispec.methods.fastmtp import HeadDrafter
 from minispec.methods.lookahead import Pool, Window, initial_guess
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import NodePolicy, Policy, Tree, node_policy
+from minispec.tree import Tree
 
 
 class Proposer:
@@ -90,7 +91,7 @@ class Lookup(Drafted):
 class Medusa(Proposer):
     """Heads on the target's hidden state."""
 
-    def __init__(self, model, heads, tree: list[medusa.RankPath] | medusa.TreePolicy,
+    def __init__(self, model, heads, tree: list[medusa.RankPath] | Policy,
                  vocabulary=None):  # fmt: skip
         self.heads, self.tree = heads, tree
         self.vocabulary = vocabulary or FullVocabulary(model)
@@ -163,9 +164,9 @@ class Lookahead(Proposer):
 class MTP(Drafted):
     """A prediction head on its own output: a chain or, with a `tree`, that many nodes."""
 
-    def __init__(self, model, head, k: int | Policy = 3, tree: int | NodePolicy = 0,
+    def __init__(self, model, head, k: int | Policy = 3, tree: int | Policy = 0,
                  vocabulary=None, draft_sampling=None):  # fmt: skip
-        self.nodes = node_policy(tree)
+        self.nodes = as_policy(tree, FixedNodes) if tree != 0 else None
         super().__init__(self.nodes or k, draft_sampling)
         self.model, self.head = model, head
         self.vocabulary = vocabulary or FullVocabulary(model)

@@ -17,7 +17,7 @@ from minispec.certify.common import GREEDY
 from minispec.certify.toys import Method, Toy, ToyHeads, small_model
 from minispec.checkpoints.heads import PUBLISHED_TREES
 from minispec.methods import METHODS, find_method
-from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree
+from minispec.methods.adaptive import Adaptive, AdaptiveK, AdaptiveNodes, AdaptiveTree
 from minispec.methods.declaration import Draft, Option, method
 from minispec.methods.declaration import Method as Declared
 from minispec.model import Transformer
@@ -48,8 +48,7 @@ def bound(name: str | Callable, **options) -> Method:
 
 def fresh_options(options: dict) -> dict:
     """Copy the options and reset adaptive policies, so that no run depends on earlier ones."""
-    kinds = AdaptiveK | AdaptiveNodes | AdaptiveTree
-    return {k: copy.deepcopy(x) if isinstance(x, kinds) else x for k, x in options.items()}
+    return {k: copy.deepcopy(x) if isinstance(x, Adaptive) else x for k, x in options.items()}
 
 
 # Adaptive policies with made-up costs, chosen so that they adapt quickly: K starts at 2, falls to 1
