@@ -79,6 +79,17 @@ class Tree:
         """The children of `node`, in the order in which they are tried."""
         return [i for i, parent in enumerate(self.parents) if parent == node]
 
+    def nodes_along(self, tokens: list[int]) -> list[int]:
+        """The nodes below the root that hold these tokens, one below the other, as far as there are
+        any."""
+        nodes = [0]
+        for token in tokens:
+            found = [i for i in self.children(nodes[-1]) if self.tokens[i] == token]
+            if not found:
+                break
+            nodes += found[:1]
+        return nodes[1:]
+
     def tokens_at(self, path: list[int]) -> list[int]:
         return [self.tokens[i] for i in path]
 

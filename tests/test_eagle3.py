@@ -170,7 +170,7 @@ def chains(seed: int, tmp_path) -> None:
             drafts.append(int(slow_probs(head, model, tokens, drafts).argmax()))
         assert step.tree.tokens[1:] == drafts
         tokens = tokens + step.tokens
-        kept = inspect.getgeneratorlocals(rounds)["source"].drafter
+        kept = inspect.getgeneratorlocals(rounds)["drafter"]
         assert kept.cache.length + kept.num_pending == cache.length
 
 

@@ -76,7 +76,7 @@ def mtp_drafts(seed: int) -> None:
     for step, _ in zip(rounds, range(24)):
         assert step.tree.tokens[1:] == fresh_drafts(head, model, tokens, policy.chosen[-1])
         tokens = tokens + step.tokens
-        kept = inspect.getgeneratorlocals(rounds)["source"].drafter
+        kept = inspect.getgeneratorlocals(rounds)["drafter"]
         fresh = HeadDrafter(head, model, head.new_cache(128), 0)
         fresh.extend(model(tokens[:-1])[0], tokens[1:])
         rows, pending = kept.cache.length, sum(len(hidden) for hidden, _ in kept.pending)
@@ -127,7 +127,7 @@ def mtp_tree(seed: int) -> None:
     for step, _ in zip(rounds, range(16)):
         assert paths_of(step.tree) == fresh_paths(head, model, tokens, policy)
         tokens = tokens + step.tokens
-        drafter = inspect.getgeneratorlocals(rounds)["source"].drafter
+        drafter = inspect.getgeneratorlocals(rounds)["drafter"]
         fresh, rows = HeadDrafter(head, model, head.new_cache(128), 0), drafter.cache.length
         fresh.extend(model(tokens[:-1])[0], tokens[1:])
         assert torch.allclose(drafter.cache.kv[..., :rows, :, :], fresh.cache.kv[..., :rows, :, :])

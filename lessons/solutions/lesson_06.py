@@ -70,9 +70,11 @@ def package_best_k(rates, cost, draft_cost):
 
 
 def package_best_nodes(probs, parents, n):
-    values = list(accumulate_values(probs, parents))
-    indices = list(range(len(probs)))  # in the place of tokens
-    return fastmtp.Candidates(indices, list(parents), values).best(-1, n).tokens[1:]
+    paths = [()]
+    for i, parent in enumerate(parents):  # candidates are in the place of tokens
+        paths.append((*paths[parent + 1], i))
+    values = dict(zip(paths[1:], accumulate_values(probs, parents)))
+    return fastmtp.best_tree(-1, values, n).tokens[1:]
 
 
 def accumulate_values(probs, parents, combine=mul):
@@ -694,7 +696,7 @@ TASKS = [
             "and equal ones in their order. Keep n of them.",
         ),
         mistakes=BEST_NODES_MISTAKES,
-        shows=(fastmtp.Candidates.best,),
+        shows=(fastmtp.best_tree,),
     ),
 ]  # fmt: skip
 

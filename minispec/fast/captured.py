@@ -225,8 +225,10 @@ class CapturedDrafter(HeadDrafter):
     """Draws all greedy drafts of a round, or the candidates of its tree, in one graph. Otherwise,
     each pass of the head is one."""
 
-    def __init__(self, head: RecurrentHead, model: Transformer, cache: KVCache, offset: int):
-        super().__init__(head, model, cache, offset)
+    def __init__(
+        self, head: RecurrentHead, model: Transformer, cache: KVCache, offset: int, **settings
+    ):
+        super().__init__(head, model, cache, offset, **settings)
         self.weights = model, *weights_key(head, model)
 
     def run(

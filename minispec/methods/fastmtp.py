@@ -5,9 +5,8 @@ Row j of the head reads the target's hidden state h_j, after its final norm, and
 position j, and predicts t_{j+2}. For further drafts, the head reads its own output instead of h.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -59,23 +58,26 @@ class RecurrentHead(nn.Module):
         new = KVCache if self.graphs is None else self.graphs.new_cache
         return new(1, c.kv_heads, c.head_dim, capacity, weight.dtype, weight.device)
 
-    def drafter(self, model: Transformer, cache: KVCache, offset: int) -> "HeadDrafter":
+    def drafter(
+        self, model: Transformer, cache: KVCache, offset: int, **settings
+    ) -> "HeadDrafter":
         """Return a HeadDrafter that runs this head for `model`."""
         new = HeadDrafter if self.graphs is None else self.graphs.drafter
-        return new(self, model, cache, offset)
+        return new(self, model, cache, offset, **settings)
 
     def start(
-        self, model: Transformer, cache: KVCache, head_cache: KVCache | None
+        self, model: Transformer, cache: KVCache, head_cache: KVCache | None, **settings
     ) -> "HeadDrafter":
         """Return a drafter for a run that continues `cache`. Without a `head_cache`, the head never
         sees the text in it. With one, the target reads the text from its last row on again, as the
         head needs the hidden states."""
         if head_cache is None:
-            return self.drafter(model, self.new_cache(cache.capacity), offset=cache.length)
+            new_cache = self.new_cache(cache.capacity)
+            return self.drafter(model, new_cache, cache.length, **settings)
         # row j of the head has read token j + 1, so the token after the kept ones may differ
         head_cache.truncate(min(head_cache.length, max(cache.length - 1, 0)))
         cache.truncate(head_cache.length)
-        return self.drafter(model, head_cache, offset=0)
+        return self.drafter(model, head_cache, 0, **settings)
 
     def vocabulary(self, model: Transformer, chosen: Vocabulary | None = None) -> Vocabulary:
         """What the head drafts from: what was `chosen`, or all of the target's tokens."""
@@ -124,17 +126,49 @@ class MTPHead(RecurrentHead, Block):
 MTP = Annotated[RecurrentHead, head_weights("mtp")]
 
 
-class HeadDrafter:
-    """Runs a head for its target. Holds the head's cache and what it drafts from.
+# ---- drafters ------------------------------------------------------------------------------------
+
+Drafts = Tree | tuple[Tensor, list[Tensor | None]]  # a tree; or the root and a chain, and its q's
+Values = dict[tuple[int, ...], float]  # of a tree's candidates, by the tokens of their paths
+
+
+class Drafter:
+    """Drafts for the target of `draft_and_verify`, as much as its `policy` chooses."""
+
+    policy: Policy
+    feature_layers: tuple[int, ...] = ()  # of the target, whose inputs it reads, too
+
+    def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Keep hidden states (n, d) of the target, and the token that follows each, for later."""
+
+    def flush_pending(self) -> None:
+        """Read everything that was enqueued."""
+
+    def propose(self, tokens: list[int], free_rows: int) -> Drafts:
+        """Return at most `free_rows` drafts after `tokens`."""
+
+    def observe(self, tree: Tree, path: list[int]) -> None:
+        """Record the outcome of a round."""
+        self.policy.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a head: a chain of `k` or, if `nodes` is not 0, a tree; both may be policies.
 
     The first `offset` committed rows of the target came from a kept cache without hidden states, so
     the head never sees them. Each of the others has a row in the head's cache or is `pending`: its
     hidden state waits for the next round that drafts, so that the head does not run in plain steps.
     """
 
-    def __init__(self, head: RecurrentHead, model: Transformer, cache: KVCache, offset: int):
+    def __init__(
+        self, head: RecurrentHead, model: Transformer, cache: KVCache, offset: int,
+        sampling: Sampling = Sampling(), randomness: Randomness | None = None,
+        k: int | Policy = 3, nodes: int | Policy = 0, vocabulary: Vocabulary | None = None,
+    ):  # fmt: skip
         self.head, self.model, self.cache, self.offset = head, model, cache, offset
-        self.feature_layers = head.feature_layers
+        self.vocabulary, self.feature_layers = head.vocabulary(model, vocabulary), head.feature_layers
+        self.sampling, self.randomness, self.in_tree = sampling, randomness, nodes != 0
+        self.policy = as_policy(nodes, FixedNodes) if self.in_tree else as_policy(k)
         self.last: Tensor | None = None  # (1, d): the head's output at the newest token
         self.pending: list[tuple[Tensor, list[int]]] = []
 
@@ -151,7 +185,7 @@ class HeadDrafter:
         return self.head(hidden[None], embedded[None], self.cache, depth + self.offset, mask)[0]
 
     def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
-        """Keep hidden states (n, d) of the target, and the token that follows each, for later."""
+        """See Drafter."""
         self.pending.append((hidden, tokens))
 
     def flush_pending(self) -> None:
@@ -178,6 +212,14 @@ class HeadDrafter:
         if len(tokens):
             self.last = self.run(self.head.project_features(hidden), tokens)[-1:]
             self.cache.commit(list(range(len(tokens))))
+
+    def propose(self, tokens: list[int], free_rows: int, others: Values = {}) -> Drafts:
+        """See Drafter. `others` are more candidates for a tree, as in `best_tree`."""
+        draft_head = self.vocabulary.select(tokens)
+        if self.in_tree:
+            return self.tree(tokens, free_rows, draft_head, others)
+        k = min(self.policy.choose(), free_rows)
+        return self.draft(tokens, k, self.sampling, self.randomness, draft_head)
 
     def draft(
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
@@ -213,22 +255,20 @@ class HeadDrafter:
         return torch.cat(drafts) if drafts else torch.tensor([], dtype=torch.int64), draft_probs
 
     def tree(
-        self, tokens: list[int], policy: Policy, free_rows: int, draft_head: DraftHead,
-        chain: Sequence[tuple[int, float]] = (),
-    ) -> Tree:  # fmt: skip
+        self, tokens: list[int], free_rows: int, draft_head: DraftHead, others: Values
+    ) -> Tree:
         """A tree of at most `free_rows` nodes below the newest token: those of highest value, as
         in EAGLE-2 (Li et al. 2024, section 4). A node's value is the product of the head's
-        probabilities along its path. No node's value is above its parent's, so the best ones form
-        a tree. A `chain` of other drafts, with their own values, is added to the candidates."""
-        candidates = Candidates()
-        values = [value for _, value in chain]
-        if (self.pending or self.last is not None) and policy.drafting(values):
+        probabilities along its path. If `others` have a candidate too, the larger value counts."""
+        policy, paths, values = self.policy, [()], {}
+        if (self.pending or self.last is not None) and policy.drafting([*others.values()]):
             # in one copy to the host; float64 represents every token id exactly
-            drafts, parents, values = self.flush_and_expand(policy, draft_head).tolist()
-            values = [policy.calibration * value for value in values]
-            candidates = Candidates(list(map(int, drafts)), list(map(int, parents)), values)
-        candidates.add_chain(chain)
-        return candidates.best(tokens[-1], policy.choose(candidates.values, free_rows))
+            for token, parent, value in self.flush_and_expand(policy, draft_head).T.tolist():
+                paths.append((*paths[int(parent) + 1], int(token)))
+                values[paths[-1]] = max(0.0, policy.calibration * value)  # 0 if it is NaN
+        values |= {path: max(value, values.get(path, 0.0)) for path, value in others.items()}
+        n = policy.choose([*values.values()], free_rows)
+        return best_tree(tokens[-1], values, n)
 
     def flush_and_expand(self, policy: Policy, draft_head: DraftHead) -> Tensor:
         """Run the head on everything that is pending; then see `expand`."""
@@ -269,35 +309,11 @@ class HeadDrafter:
         return torch.cat(levels, 1)
 
 
-@dataclass
-class Candidates:
-    """Nodes for a tree, parents before children: their tokens, the indices of their parents (-1 is
-    the root) and their values."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    def add_chain(self, chain: Sequence[tuple[int, float]]) -> None:
-        """Add a path of tokens with their values, which must not rise. Where there is such a node
-        already, it gets the larger value."""
-        node = {pair: i for i, pair in enumerate(zip(self.parents, self.tokens))}
-        parent = -1
-        for token, value in chain:
-            if (parent, token) not in node:
-                node[parent, token] = len(self.tokens)
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.values.append(0.0)
-            parent = node[parent, token]
-            self.values[parent] = max(self.values[parent], value)
-
-    def best(self, root: int, n: int) -> Tree:
-        """The tree of the `n` candidates of highest value."""
-        kept = sorted(sorted(range(len(self.values)), key=lambda i: -self.values[i])[:n])
-        node = {-1: 0} | {i: index for index, i in enumerate(kept, 1)}
-        tokens, parents = ([x[i] for i in kept] for x in (self.tokens, self.parents))
-        return Tree([root, *tokens], [-1, *(node[parent] for parent in parents)])
+def best_tree(root: int, values: Values, n: int) -> Tree:
+    """The tree of the `n` candidates of highest value. Each path comes after its prefixes, whose
+    values are not lower, so the best candidates form a tree."""
+    best = set(sorted(values, key=values.get, reverse=True)[:n])
+    return Tree.merged(root, [list(path) for path in values if path in best])
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -329,74 +345,29 @@ def fastmtp(
     may hold the head's rows for a prefix of the text in `cache`.
     """
     cache = cache or model.new_cache()
-    drafter = head.start(model, cache, head_cache)
-    source = HeadSource(drafter, head.vocabulary(model, vocabulary), k, tree, draft_sampling)
-    yield from draft_and_verify(model, cache, list(prompt), source, sampling, randomness, rule)
+    drafter = head.start(model, cache, head_cache, sampling=draft_sampling or sampling,
+                         randomness=randomness, k=k, nodes=tree, vocabulary=vocabulary)  # fmt: skip
+    yield from draft_and_verify(model, cache, list(prompt), drafter, sampling, randomness, rule)
 
 
 def draft_and_verify(
-    model: Transformer, cache: KVCache, tokens: list[int], source: "Source", sampling: Sampling,
+    model: Transformer, cache: KVCache, tokens: list[int], drafter: Drafter, sampling: Sampling,
     randomness: Randomness, rule: Rule,
 ) -> Iterator[Step]:  # fmt: skip
     """The loop of all methods that draft with a head: propose, score, accept, commit, enqueue."""
-    read_prompt(model, cache, tokens, source.drafter)
+    read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately
     while True:
-        free_rows = cache.free_rows - 1  # one row is for the root
-        drafts = source.propose(tokens, free_rows, sampling, randomness)
-        proposed, hidden, p = score(model, cache, drafts, sampling, source.drafter.feature_layers)
+        drafts = drafter.propose(tokens, cache.free_rows - 1)  # one row is for the root
+        proposed, hidden, p = score(model, cache, drafts, sampling, drafter.feature_layers)
         path, next_token, *asked = rule(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
         # the head's own rows were scratch; rows made from the target's hidden states replace them
-        source.drafter.enqueue(accepted_rows(hidden, path), new)
-        source.observe(proposed, path)
+        drafter.enqueue(accepted_rows(hidden, path), new)
+        drafter.observe(proposed, path)
         tokens += new
         yield Step(new, proposed, path, *asked)
-
-
-Drafts = Tree | tuple[Tensor, list[Tensor | None]]  # a tree; or the root and a chain, and its q's
-
-
-class Source(Protocol):
-    """Where the drafts of `draft_and_verify` come from."""
-
-    drafter: HeadDrafter
-
-    def propose(
-        self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness
-    ) -> Drafts:
-        """The drafts after `tokens`, at most `free_rows`."""
-
-    def observe(self, tree: Tree, path: list[int]) -> None:
-        """Record the outcome of a round."""
-
-
-class HeadSource:
-    """Drafts with a head: a chain of `k` or, with `nodes`, a tree; both may be policies."""
-
-    def __init__(
-        self, drafter: HeadDrafter, vocabulary: Vocabulary, k: int | Policy,
-        nodes: int | Policy, draft_sampling: Sampling | None,
-    ):  # fmt: skip
-        self.drafter, self.vocabulary, self.sampling = drafter, vocabulary, draft_sampling
-        self.policy = as_policy(k)
-        self.nodes = as_policy(nodes, FixedNodes) if nodes != 0 else None
-
-    def propose(
-        self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness,
-        chain: Sequence[tuple[int, float]] = (),
-    ) -> Drafts:  # fmt: skip
-        """See Source. The `chain` of other drafts, with their values, is for a tree."""
-        draft_head = self.vocabulary.select(tokens)
-        if self.nodes is not None:
-            return self.drafter.tree(tokens, self.nodes, free_rows, draft_head, chain)
-        n = min(self.policy.choose(), free_rows)
-        return self.drafter.draft(tokens, n, self.sampling or sampling, randomness, draft_head)
-
-    def observe(self, tree: Tree, path: list[int]) -> None:
-        """See Source."""
-        (self.nodes or self.policy).observe(drafted=len(tree) - 1, accepted=len(path) - 1)
 
 
 def read_prompt(

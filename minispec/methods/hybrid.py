@@ -27,14 +27,14 @@ from minispec.methods.declaration import (
 )
 from minispec.methods.fastmtp import (
     MTP,
+    Drafter,
     Drafts,
-    HeadSource,
+    HeadDrafter,
     check_vocabulary,
     draft_and_verify,
 )
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose, replace_unknown
-from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
 from minispec.tree import Step, Tree
@@ -42,34 +42,6 @@ from minispec.verify import accept, accept_block
 
 LookupK = Annotated[int | Policy, Option("copies per round, or auto", least=1, auto="copies")]
 LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is more often right
-
-
-class ModelDrafter:
-    """Drafts with a draft model, as `speculative` does; used like a head's HeadDrafter."""
-
-    def __init__(
-        self, draft: Transformer, model: Transformer, cache: KVCache, draft_cache: KVCache | None
-    ):  # fmt: skip
-        self.model, self.vocab_size, self.feature_layers = draft, model.config.vocab_size, ()
-        self.cache, self.target_cache = draft_cache or draft.new_cache(cache.capacity), cache
-
-    def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
-        """Drop the rows of rejected drafts. The draft model needs no hidden states."""
-        self.cache.truncate(min(self.cache.length, self.target_cache.length))
-
-    def flush_pending(self) -> None:
-        """Nothing to do: `draft` reads what is new."""
-
-    def draft(
-        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness, _: object
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """See HeadDrafter. The draft model first reads the tokens that it has not seen."""
-        unread = replace_unknown(tokens[self.cache.length : -2], self.model)  # `propose` reads two
-        self.model.prefill(unread, self.cache)
-        drafts, draft_probs = propose(
-            self.model, self.cache, tokens, k, sampling, randomness, self.vocab_size
-        )
-        return torch.tensor([tokens[-1], *drafts]), draft_probs
 
 
 @method(
@@ -98,59 +70,84 @@ def hybrid(
     if tree != 0 and head is None:
         raise UserError("hybrid: a tree needs a head, not a draft model")
     cache = cache or model.new_cache()
-    drafter = (
-        ModelDrafter(draft, model, cache, draft_cache) if head is None
-        else head.start(model, cache, head_cache)
-    )  # fmt: skip
-    vocabulary = FullVocabulary(model) if head is None else head.vocabulary(model, vocabulary)
-    source = CopiesFirst(HeadSource(drafter, vocabulary, k, tree, draft_sampling), lookup_k)
-    yield from draft_and_verify(model, cache, list(prompt), source, sampling, randomness, rule)
+    settings = {"sampling": draft_sampling or sampling, "randomness": randomness, "k": k}
+    if head is None:
+        other = ModelDrafter(draft, model, cache, draft_cache, **settings)
+    else:
+        settings |= {"nodes": tree, "vocabulary": vocabulary}
+        other = head.start(model, cache, head_cache, **settings)
+    drafter = (CopiesFirst if tree == 0 else CopiesInTree)(other, lookup_k)
+    yield from draft_and_verify(model, cache, list(prompt), drafter, sampling, randomness, rule)
 
 
-class CopiesFirst:
+class ModelDrafter(Drafter):
+    """Drafts with a draft model, as `speculative` does."""
+
+    def __init__(
+        self, draft: Transformer, model: Transformer, cache: KVCache, draft_cache: KVCache | None,
+        sampling: Sampling, randomness: Randomness, k: int | Policy,
+    ):  # fmt: skip
+        self.draft, self.vocab_size, self.target_cache = draft, model.config.vocab_size, cache
+        self.cache = draft_cache or draft.new_cache(cache.capacity)
+        self.policy, self.sampling, self.randomness = as_policy(k), sampling, randomness
+
+    def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Drop the rows of rejected drafts. The draft model needs no hidden states."""
+        self.cache.truncate(min(self.cache.length, self.target_cache.length))
+
+    def propose(self, tokens: list[int], free_rows: int) -> Drafts:
+        """See Drafter. The draft model first reads the tokens that it has not seen."""
+        k = min(self.policy.choose(), free_rows)
+        unread = tokens[self.cache.length : -2] if k else []  # the function `propose` reads two
+        self.draft.prefill(replace_unknown(unread, self.draft), self.cache)
+        drafts, draft_probs = propose(
+            self.draft, self.cache, tokens, k, self.sampling, self.randomness, self.vocab_size
+        )
+        return torch.tensor([tokens[-1], *drafts]), draft_probs
+
+
+class CopiesFirst(Drafter):
     """Copies from the text if the latest tokens have occurred before, otherwise the drafts of
-    `other`. Who drafts, and how much, follows from the text so far, so any choice is lossless. In
-    trees, the copies are candidates, valued by their running acceptance."""
+    `other`. Who drafts, and how much, follows from the text so far, so any choice is lossless."""
 
-    def __init__(self, other: HeadSource, k: int | Policy):
-        self.other, self.drafter = other, other.drafter
-        self.policy = as_policy(k)
-        self.index, self.copied = NgramIndex(LONGEST_MATCH, SHORTEST_MATCH), []
-        self.acceptance = AcceptanceRates(16)  # of copied tokens in trees
+    def __init__(self, other: Drafter, k: int | Policy):
+        self.other, self.policy, self.copied = other, as_policy(k), []
+        self.feature_layers, self.enqueue = other.feature_layers, other.enqueue
+        self.flush_pending = other.flush_pending
+        self.index = NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
 
-    def propose(
-        self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness
-    ) -> Drafts:
-        """See Source."""
-        end, in_tree = self.index.match_end(tokens), self.other.nodes is not None
-        most = len(self.acceptance.rate) if in_tree else min(self.policy.choose(), free_rows)
-        self.copied = tokens[end : end + most]
-        if self.copied and not in_tree:
-            return torch.tensor([tokens[-1], *self.copied]), []  # copies are one-hot
-        chain = list(zip(self.copied, self.acceptance.accept_probs()))
-        return self.other.propose(tokens, free_rows, sampling, randomness, chain)
+    def propose(self, tokens: list[int], free_rows: int) -> Drafts:
+        """See Drafter. Copies are one-hot."""
+        self.copied = self.index.continuation(tokens, min(self.policy.choose(), free_rows))
+        if self.copied:
+            return torch.tensor([tokens[-1], *self.copied]), []
+        return self.other.propose(tokens, free_rows)
 
     def observe(self, tree: Tree, path: list[int]) -> None:
-        """See Source."""
-        if self.other.nodes is None:
-            used, unused = self.policy, self.other.policy
-            used, unused = (used, unused) if self.copied else (unused, used)
-            used.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
-            unused.observe(drafted=0, accepted=0)
-            return
+        """See Drafter."""
+        used, unused = self.policy, self.other.policy
+        used, unused = (used, unused) if self.copied else (unused, used)
+        used.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
+        unused.observe(drafted=0, accepted=0)
+
+
+class CopiesInTree(CopiesFirst):
+    """Drafts the head's trees. Copies are candidates, valued by their running acceptance."""
+
+    def __init__(self, other: HeadDrafter, k: int | Policy):
+        super().__init__(other, k)
+        self.rates = AcceptanceRates(16)
+
+    def propose(self, tokens: list[int], free_rows: int) -> Drafts:
+        """See Drafter."""
+        self.copied = self.index.continuation(tokens, len(self.rates.rate))
+        paths = [tuple(self.copied[: i + 1]) for i in range(len(self.copied))]
+        return self.other.propose(tokens, free_rows, dict(zip(paths, self.rates.accept_probs())))
+
+    def observe(self, tree: Tree, path: list[int]) -> None:
+        """See Drafter."""
         self.other.observe(tree, path)
-        kept, right = copies(self.copied, tree, path)
-        self.acceptance.observe(kept, right)
-        if self.copied and not kept:  # otherwise, copies that were once wrong would never return
-            self.acceptance.rate[0] += UNTRIED_STEP * (1 - self.acceptance.rate[0])
-
-
-def copies(copied: list[int], tree: Tree, path: list[int]) -> tuple[int, int]:
-    """How many of the copied tokens are a path of the tree, and how many were accepted."""
-    node, drafted, accepted = 0, 0, 0
-    for token in copied:
-        node = next((i for i in tree.children(node) if tree.tokens[i] == token), None)
-        if node is None:
-            break
-        drafted, accepted = drafted + 1, accepted + (node in path)
-    return drafted, accepted
+        nodes = tree.nodes_along(self.copied)
+        self.rates.observe(len(nodes), sum(node in path for node in nodes))
+        if self.copied and not nodes:  # otherwise, copies that were once wrong would never return
+            self.rates.rate[0] += UNTRIED_STEP * (1 - self.rates.rate[0])

@@ -29,8 +29,7 @@ def prompt_lookup(
     yield Step()
     while True:
         n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
-        end = index.match_end(tokens)
-        tree = Tree.chain(tokens[-1], tokens[end : end + n])
+        tree = Tree.chain(tokens[-1], index.continuation(tokens, n))
         hidden = model(tree.tokens, cache)
         path, next_token, *asked = rule(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
@@ -63,9 +62,13 @@ class NgramIndex:
             found = end
         return found
 
+    def continuation(self, tokens: list[int], k: int) -> list[int]:
+        """Up to `k` tokens that followed there."""
+        end = self.match_end(tokens)
+        return tokens[end : end + k]
+
 
 def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:
     """Up to `k` tokens that followed the latest earlier occurrence of the last n tokens, for the
     largest n from `ngram` down to 1 that has one. Fewer if the text ends before that."""
-    end = NgramIndex(ngram, 1).match_end(tokens)
-    return tokens[end : end + k]
+    return NgramIndex(ngram, 1).continuation(tokens, k)

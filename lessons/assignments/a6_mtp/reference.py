@@ -13,5 +13,6 @@ class Drafter(fastmtp.HeadDrafter):
     def grow(
         self, newest: int, n: int, width: int, depth: int, draft_head: DraftHead
     ) -> tuple[list[int], list[int]]:
-        tree = self.tree([newest], FixedNodes(n, (width, depth)), n, draft_head)
+        self.policy = FixedNodes(n, (width, depth))
+        tree = self.tree([newest], n, draft_head, {})
         return tree.tokens, tree.parents

@@ -174,14 +174,14 @@ class MTP(Drafted):
     def begin(self, tokens, hidden, capacity):
         offset = len(tokens) - 1 - len(hidden)  # rows of a kept cache have no hidden states
         cache = self.head.new_cache(capacity)
-        self.drafter = HeadDrafter(self.head, self.model, cache, offset)
+        self.drafter = HeadDrafter(self.head, self.model, cache, offset, nodes=self.nodes or 0)
         self.drafter.extend(hidden, tokens[offset + 1 :])
 
     def propose(self, tokens, free_rows, sampling, randomness):
         if self.nodes is None:
             return super().propose(tokens, free_rows, sampling, randomness)
         draft_head = self.vocabulary.select(tokens)
-        return self.drafter.tree(tokens, self.nodes, free_rows - 1, draft_head)
+        return self.drafter.tree(tokens, free_rows - 1, draft_head, {})
 
     def drafts(self, tokens, k, sampling, randomness):
         draft_head = self.vocabulary.select(tokens)
