@@ -166,8 +166,9 @@ class HeadDrafter(Drafter):
         k: int | Policy = 3, nodes: int | Policy = 0, vocabulary: Vocabulary | None = None,
     ):  # fmt: skip
         self.head, self.model, self.cache, self.offset = head, model, cache, offset
-        self.vocabulary, self.feature_layers = head.vocabulary(model, vocabulary), head.feature_layers
-        self.sampling, self.randomness, self.in_tree = sampling, randomness, nodes != 0
+        self.vocabulary, self.in_tree = head.vocabulary(model, vocabulary), nodes != 0
+        self.feature_layers, self.sampling = head.feature_layers, sampling
+        self.randomness = randomness
         self.policy = as_policy(nodes, FixedNodes) if self.in_tree else as_policy(k)
         self.last: Tensor | None = None  # (1, d): the head's output at the newest token
         self.pending: list[tuple[Tensor, list[int]]] = []
