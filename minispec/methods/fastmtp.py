@@ -313,7 +313,8 @@ class HeadDrafter(Drafter):
 def best_tree(root: int, values: Values, n: int) -> Tree:
     """The tree of the `n` candidates of highest value. Each path comes after its prefixes, whose
     values are not lower, so the best candidates form a tree."""
-    best = set(sorted(values, key=values.get, reverse=True)[:n])
+    best_first = sorted(values, key=values.get, reverse=True)  # keeps the order of equals
+    best = set(best_first[:n])
     return Tree.merged(root, [list(path) for path in values if path in best])
 
 
