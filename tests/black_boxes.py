@@ -281,6 +281,6 @@ def after_long_prompts(checkpoint, prompt, **options):
     return fault(checkpoint, prompt, **options)
 
 
-nearly_right_temperature = changed(temperature=lambda o: o["temperature"] and 1.001)
+nearly_right_temperature = changed(temperature=lambda o: o["temperature"] and 1.004)
 no_top_p_at_1 = changed(top_p=lambda o: 1.0 if o["temperature"] == 1 else o["top_p"])
 one_seed = changed(seed=0)

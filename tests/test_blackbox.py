@@ -2,6 +2,7 @@
 
 import functools
 import math
+import queue
 import random
 import sys
 import time
@@ -38,6 +39,7 @@ from black_boxes import (
     wrong_on_long_prompts,
 )
 
+from minispec.certify import examination
 from minispec.certify.common import Failed, NotSupported, drafting_result
 from minispec.certify.conventions import OTHER_ORDERS, Conventions, warper
 from minispec.certify.examination import Examination, Request, run_rows, samples_fit
@@ -51,10 +53,11 @@ from minispec.certify.functions.checks import (
     check_implementation,
     why_too_predictable,
 )
-from minispec.certify.functions.decoder import FunctionDecoder
+from minispec.certify.functions.decoder import SECONDS_AFTER_HANGING, FunctionDecoder
 from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.report import LOSS, PASSED, conclude
 from minispec.checkpoints.load import load
+from minispec.cli import import_function
 from minispec.generate import decode
 from minispec.sampling import Sampling, probs
 
@@ -388,7 +391,7 @@ def test_a_bias_that_most_rows_miss_has_a_row_that_sees_it(fault, correct, row, 
 
 
 @pytest.mark.parametrize("salt, passed, snippet", [
-    (1, None, "from sources other than"), (4, True, "TV "),
+    (3, None, "from sources other than"), (4, True, "TV "),
 ])  # fmt: skip
 def test_a_single_token_may_be_drawn_from_a_hidden_source(salt, passed, snippet):
     """Its first calls may agree by chance, as if nothing were drawn."""
@@ -473,6 +476,31 @@ def test_an_exception_fails_only_its_own_row():
     ):
         (verdict,) = check(function, "limits: lengths")
         assert not verdict.passed and snippet in verdict.detail
+
+
+def waits_forever(checkpoint, prompt, **options):
+    queue.Queue().get()
+
+
+def test_a_call_that_does_not_return_fails_and_a_row_that_takes_long_is_skipped(monkeypatch):
+    decoder = FunctionDecoder(waits_forever, seconds=[0.1])
+    with pytest.raises(Failed, match=r"did not return within 0 s \(prompt of 1 tokens, max_new_t"):
+        decoder.batch([Request([1], 1)])
+    assert decoder.seconds == [SECONDS_AFTER_HANGING]
+    monkeypatch.setattr(examination, "ROW_SECONDS", 0.1)
+    monkeypatch.setattr(examination, "PATIENCE", 0)
+    (verdict,) = check(waits_forever, "limits: lengths")
+    assert verdict.passed is None and "not enough time: the row did not return" in verdict.detail
+    time.sleep(0.2)  # no alarm is left
+
+
+def test_an_exception_is_reported_with_the_decoders_own_line(tmp_path):
+    file = tmp_path / "engine.py"
+    file.write_text("import torch\n\n\n@torch.no_grad()\ndef decode(*_, **options):\n"
+                    "    return torch.nn.functional.linear(torch.ones(2), torch.ones(3, 4))\n")
+    (verdict,) = check(import_function(f"{file}:decode"), "limits: lengths")
+    assert verdict.detail.startswith("raised RuntimeError: ")
+    assert verdict.detail.endswith("seed 0; engine.py, line 6)")
 
 
 def test_unsupported_options_are_skipped():

@@ -3,11 +3,15 @@
 import bisect
 import functools
 import hashlib
+import itertools
+import math
 import os
+import queue
 import random
 import secrets
 import threading
 import time
+from collections import Counter
 from itertools import accumulate
 from random import random as random_before
 from random import uniform as uniform_before
@@ -94,6 +98,84 @@ def test_a_uniform_number_compared_twice_keeps_its_value():
     assert total_variation(found, expected) < 1e-9
 
 
+@pytest.mark.parametrize("function", [
+    lambda u: int(u * 3), lambda u: math.floor(float(u) * 3), lambda u: round(u * 3 - 0.5),
+    lambda u: int(float(u) * 3), lambda u: int(3 - float(u) * 3),
+    lambda u: next(i for i in range(3) if math.log(u) < math.log((i + 1) / 3)),
+])  # fmt: skip
+@pytest.mark.parametrize("uniform", [
+    lambda: random.random(), lambda: torch.rand(1).item(), lambda: np.random.rand(),
+    lambda: torch.rand(1),
+])  # fmt: skip
+def test_rounded_and_converted_numbers_are_followed(function, uniform):
+    try:
+        function(uniform())
+    except TypeError:  # some operations do not know tensors
+        return
+    found = Enumeration(lambda seed: (int(function(uniform())),)).distribution
+    assert total_variation(found, {(i,): 1 / 3 for i in range(3)}) < 1e-9
+    assert "float" not in globals() and type(math).__name__ == "module"
+
+
+NUMBERS = queue.Queue(maxsize=2)
+
+
+def fill_numbers():
+    while True:
+        NUMBERS.put(random.random())
+
+
+def test_a_thread_that_fills_a_queue_does_not_hang_the_enumeration():
+    """An earlier version drew symbolic numbers in the thread, and ended it by an exception."""
+    threading.Thread(target=fill_numbers, daemon=True).start()
+    for _ in range(3):
+        with pytest.raises(CannotEnumerate, match="in another thread|from sources other than"):
+            Enumeration(lambda seed: tuple(NUMBERS.get() < 0.5 for _ in range(5)))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_random_number_that_another_thread_uses_is_noticed():
+    def function(seed):
+        u = random.random()
+        thread = threading.Thread(target=lambda: u < 0.5)
+        thread.start()
+        thread.join()
+        return (0,)
+
+    with pytest.raises(CannotEnumerate, match="a random number in another thread"):
+        Enumeration(function)
+
+
+@pytest.mark.parametrize("function, state", [
+    (lambda calls: 1 if calls > 3 else 2, "K may adapt"),
+    (lambda calls: calls % 3, "from sources other than"),
+])  # fmt: skip
+def test_a_number_of_drafts_that_changes_is_not_taken_for_hidden_randomness(function, state):
+    calls = itertools.count()
+
+    def draft(seed):
+        return tuple(random.random() < 0.5 for _ in range(1 + function(next(calls))))
+
+    with pytest.raises(CannotEnumerate, match=state):
+        Enumeration(draft)
+
+
+@pytest.mark.slow
+def test_a_compiled_function_is_followed():
+    draw = torch.compile(lambda p: torch.multinomial(p.softmax(-1), 1))
+    p = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    found = Enumeration(lambda seed: (draw(p.log()).item(),)).distribution
+    assert total_variation(found, {(i,): float(x) for i, x in enumerate(p)}) < 1e-9
+    assert random.getstate() and draw(p.log()).item() in range(3)
+
+
+def swallow_and_raise(seed):
+    try:
+        return (int(torch.randn(1) > 0),)
+    except BaseException:
+        raise ValueError("broken") from None
+
+
 def swallow(seed):
     try:
         return (int(torch.randn(1) > 0),)
@@ -131,7 +213,8 @@ def unsupported_operator(seed):
         (lambda seed: (random.gauss() < 0,), "it uses gauss of random"),
         (lambda seed: (int(hashlib.sha256(b"%d" % seed).digest()[0]),), "from sources other than"),
         (lambda seed: (1,), "it uses no random numbers from torch, "),
-        (lambda seed: (int(torch.rand(1) * 3),), "calls torch's int with a random number"),
+        (lambda seed: (int(torch.rand(1) * 2**20),), "calls torch's int with a random number"),
+        (lambda seed: (int(random.random() - 0.5),), "calls python's int with a random number"),
         (lambda seed: (int(torch.rand(1) < torch.rand(1)),), "lt with several random numbers"),
         (lambda seed: (int(torch.rand(2).sort().values[0] < 0.5),), "torch's sort"),
         (lambda seed: (int(torch.randint(2**31, (1,))),), "it uses torch.randint"),
@@ -145,6 +228,7 @@ def unsupported_operator(seed):
         (until_accepted, "more than 2000 random choices"),
         (viewed_before, "uses a view of it"),
         (swallow, "it uses torch.randn"),
+        (swallow_and_raise, "it uses torch.randn"),
         (unsupported_operator, "calls torch's pow"),
         (lambda seed, before=random.random: (before() < 0.5,), "uses random in a way that cannot"),
     ],
@@ -417,6 +501,20 @@ def test_an_honest_decoder_with_a_hidden_acceptance_never_fails(uniform, differe
 
     passed, detail = judge(start, draw, checkpoint)
     assert passed is None, detail
+
+
+def test_a_bias_that_a_hidden_coin_may_have_made_is_not_a_loss():
+    """The coin rejects 1.5e-4 of the drafts, as README's engine does with a coin of `secrets`."""
+    rare, exact = 1.5e-4, Counter({(0,): 0.5, (1,): 0.5})
+    found = Enumeration(lambda seed: (int(random.random() < 0.5 - rare),))
+    with pytest.raises(CannotEnumerate, match=r"TV of 1.5e-04 may be a hidden .* of 12\d+ replays"):
+        found.confirm(exact, rare, seconds=0.1)
+    biased = Enumeration(lambda seed: (int(random.random() < 0.45),))
+    biased.confirm(exact, 0.05, math.inf)
+    honest = Enumeration(lambda seed: (int(random.random() < 0.5),))
+    honest.distribution = Counter({(0,): 0.55, (1,): 0.45})
+    with pytest.raises(CannotEnumerate, match="a source that was not intercepted"):
+        honest.confirm(exact, 0.05, math.inf)
 
 
 def constant_torch(seed):

@@ -5,7 +5,6 @@ import itertools
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
@@ -15,7 +14,7 @@ import torch
 
 from minispec import certify, cli, distributed
 from minispec.certify import report
-from minispec.certify.common import Verdict
+from minispec.certify.common import Verdict, describe_error
 from minispec.certify.compare import compare
 from minispec.certify.functions.checks import (
     FUNCTION_CHECKS,
@@ -150,10 +149,7 @@ def guarded(name: str, only: str, methods: list[Method] | None) -> Iterator[Verd
     except Exception as error:
         if methods is None:
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}, line {frame.lineno}"
-        what = f"raised {type(error).__name__}: {error} ({where})"
-        yield Verdict(name, methods[0].name, False, what)
+        yield Verdict(name, methods[0].name, False, describe_error(error))
 
 
 @cli.command

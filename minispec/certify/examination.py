@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from minispec.certify import common
-from minispec.certify.common import GREEDY, Failed, NotSupported, Result, Verdict
+from minispec.certify.common import GREEDY, Failed, NotSupported, Result, RowTimeOver, Verdict
 from minispec.certify.compare import TIE, Reference, divergence
 from minispec.certify.conventions import Conventions, warper
 from minispec.certify.scoring import Scores, Warp, normalise_end, smallest_p
@@ -24,6 +24,7 @@ from minispec.sampling import Sampling
 TOP_K_1 = Sampling(1.0, top_k=1)  # sampling with a known outcome, that of greedy decoding
 FIRST_RUNS, MAX_RUNS = 100, 51_200  # the runs are doubled from the one to the other
 SUSPICIOUS, PATIENCE = 1e-3, 8  # with a smaller p-value, a row may take 8 times as long
+ROW_SECONDS = 600  # a row may always take so long
 TARGET_BIAS = 0.03  # more runs than are needed to detect this are not made
 MIN_ENTROPY = 0.25  # bits per token; samples from sharper distributions prove little
 
@@ -134,7 +135,10 @@ def evaluate(row: Row, exam: Examination) -> Result:
     """Judge one row; an exception fails only this row."""
     exam.evidence.clear()
     try:
-        return row.function(exam, *row.arguments)
+        with common.time_limit(max(ROW_SECONDS, PATIENCE * exam.seconds), RowTimeOver):
+            return row.function(exam, *row.arguments)
+    except RowTimeOver as error:
+        return None, f"not enough time: the row {error}"
     except NotSupported as error:
         return None, f"not supported: {error}"
     except RequestError as error:

@@ -202,6 +202,7 @@ def ends_everywhere(exam: Examination, cases: Cases, count: int, where: str) -> 
 # ---- sampled -------------------------------------------------------------------------------------
 
 FLOAT32_TV_TOLERANCE = 1e-5  # total variation due to float32 rounding
+CONFIRM_SECONDS = 10  # at least, for a bias
 MIN_COVERED = 0.5  # probability of the outcomes found, below which they prove little
 ENTROPY_TOKENS = 4
 
@@ -260,10 +261,15 @@ class Enumerated(Enumeration):
     def __init__(self, exam: Examination, request: Request, outcomes: int, seconds: float):
         self.exam, self.request = exam, request
         super().__init__(sampler(exam.decoder, request), outcomes, seconds)
-        self.plain = Enumeration(sampler(exam.baseline, request)) if exam.baseline else None
+        self.plain = None
+        if exam.baseline:
+            self.plain = Enumeration(sampler(exam.baseline, request), seconds=seconds)
+            if not self.plain.complete:
+                raise CannotEnumerate("the baseline's outcomes took too long")
         expected = self.expected(warper(request.sampling))
         bias = excess(self.distribution, expected)
-        self.confirm(expected, bias if bias > FLOAT32_TV_TOLERANCE else 0.0)
+        seconds = max(CONFIRM_SECONDS, examination.PATIENCE * exam.seconds)
+        self.confirm(expected, bias if bias > FLOAT32_TV_TOLERANCE else 0.0, seconds)
         exam.remember(request)
 
     def expected(self, warp: Warp) -> Distribution:
@@ -289,7 +295,8 @@ class Enumerated(Enumeration):
             return False, f"TV {bias:.1e} over {tokens}: {worst} has probability {change}"
         if self.complete:
             return True, f"TV {bias:.1e} over sequences of {tokens}"
-        return True, f"no bias in the likeliest {self.covered:.0%} of {tokens}"
+        share = f"in the likeliest {self.covered:.0%} of {tokens}"
+        return True, f"no bias found {share}; a TV of {1 - self.covered:.2f} could hide in the rest"
 
 
 def excess(found: Distribution, exact: Distribution) -> float:
@@ -307,4 +314,5 @@ def probabilities(
 
 def sampler(decoder: examination.Decoder, request: Request) -> Callable[[int], Tokens]:
     """Return the decoder's tokens for this request, as a function of the seed."""
-    return lambda seed: tuple(decoder.batch([request._replace(seed=seed)])[0][: request.n])
+    n = request.n  # no seed comes twice, also for other lengths
+    return lambda seed: tuple(decoder.batch([request._replace(seed=seed + n)])[0][:n])

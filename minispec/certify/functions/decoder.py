@@ -7,9 +7,17 @@ from typing import Protocol
 import numpy as np
 from tqdm import tqdm
 
-from minispec.certify.common import Failed, NotSupported
+from minispec.certify.common import (
+    CallTimeOver,
+    Failed,
+    NotSupported,
+    describe_error,
+    time_limit,
+)
 from minispec.certify.examination import Request
 
+# of one call, which may have to load and compile; `many` has one more per request
+CALL_SECONDS, SECONDS_AFTER_HANGING = 300, 30
 MANY = 50  # requests that take long enough for a progress bar
 
 
@@ -41,6 +49,7 @@ class FunctionDecoder:
     folder: str = ""
     # (drafted, accepted) of each call that returns them, of all checkpoints
     counts: list[tuple[int, int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=lambda: [CALL_SECONDS])  # limit of a call
 
     def at(self, folder: str) -> "FunctionDecoder":
         return replace(self, folder=folder)
@@ -50,24 +59,30 @@ class FunctionDecoder:
         options, what = [request.options() for request in requests], ""
         try:
             if hasattr(self.impl, "many"):
-                results = list(self.impl.many(self.folder, options))
-                if len(results) != len(options):
-                    counts = f"{len(results)} results for {len(options)} requests"
-                    raise Failed(f"many returned {counts}")
-                return [self.token_ids(result) for result in results]
+                return self.ask_many(options)
             results, quiet = [], None if len(options) >= MANY else True
             for request in tqdm(options, "runs", leave=False, disable=quiet):
                 what = ", ".join(f"{k} {v}" for k, v in request.items() if k != "prompt")
-                what = f" (prompt of {len(request['prompt'])} tokens, {what})"
-                results.append(self.token_ids(self.impl(self.folder, **request)))
+                what = f"prompt of {len(request['prompt'])} tokens, {what}"
+                with time_limit(*self.seconds, CallTimeOver):
+                    results.append(self.token_ids(self.impl(self.folder, **request)))
             return results
         except (NotSupported, Failed):
             raise
         except NotImplementedError as error:
             raise NotSupported(str(error)) from error
+        except CallTimeOver as error:
+            self.seconds[:] = [SECONDS_AFTER_HANGING]
+            raise Failed(f"{error} ({what})") from error
         except (Exception, SystemExit) as error:
-            message = (str(error).strip().splitlines() or ["no message"])[-1]
-            raise Failed(f"raised {type(error).__name__}: {message}{what}") from error
+            raise Failed(describe_error(error, what)) from error
+
+    def ask_many(self, options: list[dict]) -> list[list[int]]:
+        with time_limit(sum(self.seconds, len(options)), CallTimeOver):
+            results = list(self.impl.many(self.folder, options))
+        if len(results) != len(options):
+            raise Failed(f"many returned {len(results)} results for {len(options)} requests")
+        return [self.token_ids(result) for result in results]
 
     def token_ids(self, result) -> list[int]:
         """Convert a result to ints, also from numpy and torch; add up its counts."""

@@ -2,15 +2,25 @@
 have, also under names that were imported before. They know the draws that decoders use to sample a
 token; any other draw cannot be enumerated."""
 
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from minispec.certify.functions.symbolic import CannotEnumerate, SymbolicUniform, to_float64
+from minispec.certify.functions.symbolic import (
+    CannotEnumerate,
+    SymbolicUniform,
+    active_source,
+    to_float64,
+)
+
+STATE = "seed", "getstate", "setstate", "get_state", "set_state"  # numbers drawn again are noticed
 
 
 class StandIn:
@@ -26,7 +36,7 @@ class StandIn:
     def __getattribute__(self, name: str):
         if name.startswith("_"):
             return object.__getattribute__(self, name)
-        if SymbolicUniform.active is None or name == "seed":
+        if active_source() is None or name in STATE:
             return getattr(self._real, name)
         method = getattr(type(self), name, None)
         if method is None:
@@ -34,11 +44,10 @@ class StandIn:
             raise CannotEnumerate(f"it uses {name} of {self._kind}")
 
         def call(*args, **options):
-            if SymbolicUniform.active:
-                self._note_draw()
+            if not active_source():
+                return getattr(self._real, name)(*args, **options)
+            self._note_draw()
             real = getattr(self._real, name)(*args, **options)  # raises the errors of arguments
-            if SymbolicUniform.active is None:
-                return real
             try:
                 return method(self, real, *args, **options)
             except TypeError as error:
@@ -125,12 +134,13 @@ STAND_INS = PythonRandom, NumpyRandomState, NumpyGenerator
 STAND_IN_OF = {id(stand_in._real_class): stand_in for stand_in in STAND_INS}
 REPLACED_LIBRARIES = "random", "numpy.random"
 PLAIN_FUNCTIONS = "ranf", "sample", "seed"  # of numpy.random; the others are bound methods
+REMOVED = object()  # marks a name that was not there
 UNTOUCHED = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "minispec"}
 
 
 def intercepted_call(original: Callable, stand_in: StandIn, name: str) -> Callable:
     def call(*args, **options):
-        function = getattr(stand_in, name) if SymbolicUniform.active else original
+        function = getattr(stand_in, name) if active_source() else original
         return function(*args, **options)
 
     return call
@@ -148,9 +158,39 @@ def replacements() -> dict[int, tuple[object, object]]:
     return {id(original): (original, replacement) for original, replacement in pairs}
 
 
+def converted(x, function: Callable):
+    """Return function(x), but a random number as it is."""
+    x = x.item() if isinstance(x, (Tensor, np.ndarray)) else x
+    return x if type(x) is SymbolicUniform else function(x)
+
+
+class FloatClass(type):
+    def __instancecheck__(cls, x) -> bool:
+        return isinstance(x, float)
+
+
+class LazyFloat(float, metaclass=FloatClass):
+    """What the name `float` means in modules that convert random numbers by it."""
+
+    dtype = np.dtype(float)
+
+    def __new__(cls, x=0.0):
+        return converted(x, float)
+
+
+def lazy_log(x, *base):
+    x = converted(x, lambda x: x)
+    return np.log(x) if type(x) is SymbolicUniform and not base else math.log(x, *base)
+
+
+LAZY = {id(math): SimpleNamespace(**vars(math) | {"log": lazy_log}), id(math.log): lazy_log}
+
+
 @contextmanager
-def generators_replaced() -> Iterator[None]:
-    """Replace all module-level names of random functions and classes; restore all afterwards."""
+def generators_replaced(converting: list[dict] = ()) -> Iterator[None]:
+    """Replace all module-level names of random functions and classes, and the names of float and
+    log in the `converting` namespaces; restore all afterwards. Compiled functions run as they are
+    written meanwhile, so that they can be followed, too."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     known, undo = replacements(), []
     for name, module in list(sys.modules.items()):
@@ -167,11 +207,19 @@ def generators_replaced() -> Iterator[None]:
                 continue
             undo.append((namespace, key, value))
             namespace[key] = replacement
+    for namespace in converting:
+        lazy = {key: LAZY[id(value)] for key, value in namespace.items() if id(value) in LAZY}
+        for key, replacement in ({"float": LazyFloat} | lazy).items():
+            undo.append((namespace, key, namespace.get(key, REMOVED)))
+            namespace[key] = replacement
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for namespace, key, value in undo:
             namespace[key] = value
+            if value is REMOVED:
+                del namespace[key]
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])

@@ -1,6 +1,7 @@
 """A context in which torch's random numbers are choices of an enumerator."""
 
 import re
+import threading
 from collections.abc import Callable
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -42,7 +43,7 @@ class InterceptedRandomness(TorchFunctionMode):
         self.torch_states = {torch_state()}  # of the global generator, if nothing else uses it
 
     def __enter__(self):
-        SymbolicUniform.active = self
+        SymbolicUniform.active, self.thread = self, threading.get_ident()
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -94,6 +95,8 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def operate(self, function: Callable, name: str, args: tuple, options: dict):
         """Call a function that may have random numbers among its arguments."""
+        if self.thread != threading.get_ident():
+            raise CannotEnumerate("it uses a random number in another thread")
         numbers: list[tuple[SymbolicUniform, object]] = []
 
         def real_of(x):
@@ -168,7 +171,7 @@ class InterceptedRandomness(TorchFunctionMode):
     def uniform(self, real, *_, **options) -> SymbolicUniform:
         """Return lazy uniform random numbers in the shape and type of `real`."""
         shape, n = tuple(np.shape(real)), len(self.samples)
-        samples = torch.from_numpy(REAL.uniform(0.1, 0.9, (*shape, 1)))[..., 0]
+        samples = torch.from_numpy(REAL.uniform(0.01, 0.99, (*shape, 1)))[..., 0]
         self.intervals += [(0.0, 1.0)] * samples.numel()
         self.samples = torch.cat([self.samples, samples.flatten()])
         index = torch.arange(n, len(self.samples)).reshape(shape)

@@ -1,6 +1,8 @@
 """Lazy uniform random numbers: each comparison with one branches. They support the operations that
 have a method `on_…`; any other ends the enumeration, and its name is reported."""
 
+import sys
+import threading
 from collections.abc import Callable
 from functools import cached_property, partial
 
@@ -12,7 +14,8 @@ ALIASES = {
     "less": "lt", "less_equal": "lt", "le": "lt", "greater": "gt", "greater_equal": "gt",
     "ge": "gt", "negative": "neg", "multiply": "mul", "rmul": "mul", "radd": "add",
     "subtract": "sub", "divide": "div", "true_divide": "div", "truediv": "div", "rtruediv": "rdiv",
-    "clip": "clamp", "clamp_min": "clamp", "digitize": "bucketize", **dict.fromkeys(
+    "clip": "clamp", "clamp_min": "clamp", "digitize": "bucketize", "int": "floor",
+    "long": "floor", "trunc": "floor", **dict.fromkeys(
         ("copy", "astype", "to", "float", "double", "type_as", "numpy"), "clone"),
 }  # fmt: skip
 REFLECTED = {"lt": "gt", "gt": "lt", "add": "add", "mul": "mul", "sub": "rsub", "div": "rdiv",
@@ -28,6 +31,7 @@ VIEWS = ("reshape", "view", "squeeze", "unsqueeze", "flatten", "expand", "ravel"
 METADATA = {"__get__", "__len__", "size", "dim", "numel", "stride", "shape", "ndim", "dtype"}
 NEGLIGIBLE = 1e-6  # what decoders add to a random number to avoid log 0 or a division by 0
 CLOSE = 1e-4  # a difference due to float32
+MAX_INTEGERS = 64  # that a random number may be rounded down to
 
 
 class CannotEnumerate(BaseException):
@@ -41,6 +45,18 @@ class CannotEnumerate(BaseException):
         CannotEnumerate.last = self
 
 
+class NeedsFloat(CannotEnumerate):
+    """Python's float() or a function of math is called in the module with this `namespace`. They
+    return floats only, so other functions must take their place there."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        frame = sys._getframe(1)
+        while frame.f_globals["__name__"].startswith(("minispec.certify", "torch")):
+            frame = frame.f_back
+        self.namespace = frame.f_globals
+
+
 class SymbolicUniform:
     """Stands in for an array of lazy random numbers: scale · g(u) + shift.
 
@@ -51,7 +67,7 @@ class SymbolicUniform:
 
     `sample` are the numbers for the source's samples of u, in the type that the decoder expects.
     The library computes them in each operation, and they must equal the formula. When their source
-    is no longer `active`, ordinary numbers replace this object."""
+    is no longer `active`, ordinary numbers replace this object. Other threads draw real numbers."""
 
     active = None
 
@@ -84,7 +100,7 @@ class SymbolicUniform:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        if self.source is not self.active or name in METADATA:
+        if self.source is not SymbolicUniform.active or name in METADATA:
             return getattr(like(self.sample, self.at(self.source.samples)), name)
         self.find(name, 0)
         return partial(method_of(name), self)
@@ -112,13 +128,14 @@ class SymbolicUniform:
     def require(self, supported: bool, name: str) -> None:
         if not supported:
             library = type(self.sample).__module__.replace("builtins", "python")
-            raise CannotEnumerate(f"it calls {library}'s {name.strip('_')} with a random number, "
-                                  "which cannot be followed")  # fmt: skip
+            error = NeedsFloat if name == "__float__" else CannotEnumerate
+            raise error(f"it calls {library}'s {name.strip('_')} with a random number, which "
+                        "cannot be followed")  # fmt: skip
 
     def find(self, name: str, position: int) -> Callable:
         """Return the method for the function of this name, whose argument at `position` is this."""
         short = name.strip("_") if name not in ("__float__", "__getitem__") else name
-        short = short[1:] if name.startswith("__i") else short  # in place
+        short = short[1:] if name.startswith("__i") and short != "int" else short  # in place
         short = ALIASES.get(short, short)
         short = (short, REFLECTED.get(short), None)[min(position, 2)]
         if short in VIEWS:
@@ -127,6 +144,8 @@ class SymbolicUniform:
             return lambda *x: self.derive(*rule(self.scale, self.shift, *map(to_float64, x)))
         if short in ("item", "tolist"):
             return getattr(self.on_array(), short)
+        if short == "floor":
+            return partial(self.round_down, name)
         self.require(hasattr(type(self), f"on_{short}"), name)
         return getattr(self, f"on_{short}")
 
@@ -178,6 +197,18 @@ class SymbolicUniform:
         return self.on_clone()
 
     # ---- choices ---------------------------------------------------------------------------------
+
+    def round_down(self, name: str, *_, **options) -> Tensor:
+        """Choose which of a few integers these numbers are rounded down to."""
+        ends = [self.at(torch.full_like(self.source.samples, u)) for u in (0.0, 1.0)]
+        low, high = torch.minimum(*ends).min().floor(), torch.maximum(*ends).max().ceil()
+        few = self.g == "u" and 0 <= low and high - low <= MAX_INTEGERS
+        self.require(few, name)
+        return low + self.on_bucketize(torch.arange(float(low) + 1, float(high)))
+
+    def on_round(self, decimals: int | None = None, **options) -> Tensor:
+        self.require(not decimals and not options, "round")
+        return self.derive(self.scale, self.shift + 0.5).round_down("round")
 
     def on_lt(self, x) -> Tensor:
         """Return which elements are below x, none if it is NaN. Chosen, unless already decided."""
@@ -233,6 +264,12 @@ for name in {*dir(float), *dir(np.ndarray)} - KEPT - {*vars(SymbolicUniform)}:
     is_operator = any(callable(getattr(cls, name, None)) for cls in (float, np.ndarray))
     if name.startswith("__") and is_operator:
         setattr(SymbolicUniform, name, method_of(name))
+
+
+def active_source():
+    """Return the InterceptedRandomness of this thread, if any: other threads are left alone."""
+    source = SymbolicUniform.active
+    return source if source and source.thread == threading.get_ident() else None
 
 
 def dispatch(function: Callable, name: str, args: tuple, options: dict):
