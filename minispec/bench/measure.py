@@ -1,6 +1,4 @@
-"""Measure the machine, what other processes use of it, and the methods; summarise the runs in rows
-of numbers.
-"""
+"""Measure the machine, what other processes use of it, and the methods; summarise the runs."""
 
 import contextlib
 import statistics
@@ -34,9 +32,8 @@ def measure_machine(model: Transformer) -> dict:
     """Measure what determines the speedups on this machine, as --json prints it. A pass cannot be
     faster than reading its weights once at the bandwidth of a copy, or than doing its
     multiplications at the rate of a large matrix product."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=model.device)
-    target = torch.ones_like(source)
     a = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=model.dtype, device=model.device)
+    source, target = torch.ones(2, COPY_BYTES, dtype=torch.uint8, device=model.device)
     pass_seconds, copy, matmul = interleaved_min_times(
         [one_pass(model, 1), lambda: target.copy_(source)[-1].item(),
          lambda: (a @ a)[-1, -1].item()], turns=5,
@@ -66,15 +63,13 @@ def measure(
     warm-up. `others` are decoders from other libraries: given a prompt, they return the attributes
     of a Run that the table needs."""
     ours = partial(decode, model, tokenizer, max_new_tokens=n, temperature=temperature)
-    decoders = {
-        row: partial(ours, **{"method": row.split()[0]} | options)
-        for row, options in methods.items()
-    } | (others or {})
-    _, *by_prompt = [
-        {row: decoder(prompt) for row, decoder in decoders.items()}
-        for prompt in tqdm([prompts[0], *prompts], unit="prompt")
-    ]
-    return {row: [runs[row] for runs in by_prompt] for row in decoders}
+    decoders = {row: partial(ours, **{"method": row.split()[0]} | options)
+                for row, options in methods.items()} | (others or {})  # fmt: skip
+    runs = {row: [] for row in decoders}
+    for prompt in tqdm([prompts[0], *prompts], unit="prompt"):
+        for row, decoder in decoders.items():
+            runs[row].append(decoder(prompt))
+    return {row: by_prompt[1:] for row, by_prompt in runs.items()}
 
 
 # ---- other processes ----------------------------------------------------------------------------
@@ -82,12 +77,11 @@ def measure(
 
 def check_others(share: float | None, when: str, consequence: str, busy: bool) -> None:
     """Raise UserError, or with --busy note it, if other processes used too much of the cores."""
-    if share is None or share <= MAX_OTHERS_SHARE:
-        return
-    fault = f"{when}, other processes used {share:.0%} of the cores"
-    if not busy:
-        raise UserError(f"{fault}, so {consequence}; wait until they end, or add --busy")
-    note(f"{fault}, so speeds may be wrong")
+    if share is not None and share > MAX_OTHERS_SHARE:
+        fault = f"{when}, other processes used {share:.0%} of the cores"
+        if not busy:
+            raise UserError(f"{fault}, so {consequence}; wait until they end, or add --busy")
+        note(f"{fault}, so speeds may be wrong")
 
 
 def others_share_now() -> float | None:
@@ -172,8 +166,7 @@ def table_of(
     """Summarise each method over all prompts: the rows of a table, as --json prints them. `repeats`
     come from `measure`. Only times and tokens are taken from all of them, the rest from the first.
     """
-    table: list[dict] = []
-    plain = [runs[PLAIN] for runs in repeats]
+    table, plain = [], [runs[PLAIN] for runs in repeats]
     for method, its_runs in repeats[0].items():
         its_repeats = [runs[method] for runs in repeats]
         rows = rows_per_pass(its_runs)

@@ -55,16 +55,14 @@ def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
 def read_questions(path: Path, tokenizer: Tokenizer, skipped: Skipped) -> Prompts:
     """Read the first turn of each Spec-Bench question, as a chat if there is a chat template. Group
     them as Spec-Bench does, in six groups: all of MT-Bench's categories form "multi-turn"."""
-    chats: list[tuple[str, Conversation]] = []
+    groups: Prompts = {}
     with user_error(f"--questions {path}: each line must be an object with category and turns"):
         for i, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
             if line.strip():
                 question = json.loads(line)
                 kind, content = str(question["category"]), str(question["turns"][0])
-                chats.append((kind, Conversation([turn("user", content)], f"{path} line {i}")))
-    groups: Prompts = {}
-    for kind, chat in chats:
-        group = "multi-turn" if kind in MT_BENCH else kind
-        if prompt := skipped.attempt(chat, encode, tokenizer):
-            groups.setdefault(group, []).append(prompt)
+                chat = Conversation([turn("user", content)], f"{path} line {i}")
+                if prompt := skipped.attempt(chat, encode, tokenizer):
+                    group = "multi-turn" if kind in MT_BENCH else kind
+                    groups.setdefault(group, []).append(prompt)
     return groups

@@ -60,14 +60,12 @@ def aligned(table: Table) -> str:
 
 def show_machine(machine: dict, model: Transformer) -> None:
     """Print the sizes of the model and what a pass over n tokens costs."""
-    counts, curve, floor = machine["rows"], machine["curve"], machine["floor"]
-    parameters = distributed.count_whole(model)
-    print(f"{parameters / 1e6:.1f}M parameters, {model.dtype} on {model.device}; "
-          f"a pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
-    keys = "pass_bytes", "cache_bytes_per_token", "sent_bytes"
-    read, cache, sent = (format_bytes(machine[key]) for key in keys)
-    ranks = machine["ranks"]
-    shared = f" and sends {sent} per row on each of {ranks} ranks" if ranks > 1 else ""
+    counts, curve, floor, ranks = (machine[key] for key in ("rows", "curve", "floor", "ranks"))
+    print(f"{distributed.count_whole(model) / 1e6:.1f}M parameters, {model.dtype} on "
+          f"{model.device}; a pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")
+    keys = "pass_bytes", "sent_bytes", "cache_bytes_per_token"
+    read, sent, cache = (format_bytes(machine[key]) for key in keys)
+    shared = f" and sends {sent} per row on each of {ranks} ranks" * (ranks > 1)
     print(f"a pass reads {read} of weights{shared}; the cache takes {cache} per token")
     print(aligned([
         ["rows n", *map(str, counts)],
@@ -86,30 +84,28 @@ def show(rows: list[dict]) -> None:
 
 
 def reason(row: dict) -> str:
-    """Say what a round yields and costs and, if the method is slower, the main reason."""
-    cost = row["tokens_per_pass"] / row["speedup"]
-    overhead = cost - row["pass_cost"]  # everything but the target's pass
+    """What a round yields and costs and, if the method is slower, the main reason."""
+    tokens, pass_cost = row["tokens_per_pass"], row["pass_cost"]
+    cost = tokens / row["speedup"]
+    overhead = cost - pass_cost  # everything but the target's pass
     why = f"; drafting and accepting account for {overhead:.2f} of them"
-    if row["speedup"] >= 1:
-        why = ""
-    elif row["tokens_per_pass"] < 1.1:
+    if tokens < 1.1:
         why = "; almost no draft token is accepted"
-    elif row["pass_cost"] - 1 > overhead:
-        why = f"; its pass over {row['rows_per_pass']:.0f} rows accounts for {row['pass_cost']:.2f}"
-    tokens = f"{row['tokens_per_pass']:.2f} tokens per pass"
-    return f"{row['method']}: {tokens}; a round costs {cost:.2f} steps of plain decoding{why}"
+    elif pass_cost - 1 > overhead:
+        why = f"; its pass over {row['rows_per_pass']:.0f} rows accounts for {pass_cost:.2f}"
+    costs = f"a round costs {cost:.2f} steps of plain decoding{why * (row['speedup'] < 1)}"
+    return f"{row['method']}: {tokens:.2f} tokens per pass; {costs}"
 
 
 def markdown(tables: list[list[dict]], about: dict) -> str:
     """Return one Markdown table of all kinds, and the facts needed to judge and repeat it."""
     plain, *methods = zip(*tables)  # the rows of each method, one per kind
-    cells = {}
+    cells, headings = {}, [*(row["kind"] for row in plain), "mean"]
     for rows in methods:
         figures = [(row["tokens_per_pass"] or 0.0, row["speedup"]) for row in rows]
         figures.append(tuple(map(statistics.mean, zip(*figures))))
         cells[f"`{rows[0]['method']}`"] = [f"{n:.2f}, {speed:.2f}" for n, speed in figures]
-    kinds = [row["kind"] for row in plain]
-    table = markdown_table("tokens per pass, relative speed", [*kinds, "mean"], cells)
+    table = markdown_table("tokens per pass, relative speed", headings, cells)
     text = " ".join(measured_facts(plain, methods, about))
     return "\n\n".join([table, text, f"    {about['command']}"])
 
@@ -117,11 +113,12 @@ def markdown(tables: list[list[dict]], about: dict) -> str:
 def measured_facts(
     plain: tuple[dict, ...], methods: list[tuple[dict, ...]], about: dict
 ) -> Iterator[str]:
-    rows, repeats, versions = sum(methods, plain), plain[0]["repeats"], about["versions"]
+    rows, repeats = sum(methods, plain), plain[0]["repeats"]
     rates = ", ".join(f"{row['tokens_per_second']:.1f} ({row['kind']})" for row in plain)
     yield f"Plain decoding generated {rates} tokens/s."
     yield f"{about['processor']} ({about['instructions']}; threads: {about['threads']}),"
-    yield f"torch {versions['torch']}, commit {about['commit'] or 'unknown'}, {about['date'][:10]}."
+    yield f"torch {about['versions']['torch']}, commit {about['commit'] or 'unknown'},"
+    yield f"{about['date'][:10]}."
     yield f"Prompts: {sum(row['prompts'] for row in plain)}; repeats: {repeats}."
     if methods:
         lowest = (f"`{r[0]['method']}` {min(row['min'] for row in r):.2f}" for r in methods)
@@ -131,8 +128,7 @@ def measured_facts(
         yield f"Half the range, over repeats, of a mean over prompts: at most {worst:.2f}."
     if not plain[0]["temperature"]:
         yield f"Outputs that differ from plain decoding's: {sum(r['differing'] for r in rows)}."
-    shares = [row["others_share"] for row in plain if row["others_share"] is not None]
-    if shares:
+    if shares := [row["others_share"] for row in plain if row["others_share"] is not None]:
         yield f"Other processes used at most {max(shares):.0%} of the cores."
 
 
@@ -148,15 +144,17 @@ def plan_text(plan: dict) -> str:
 def size_table(shares: list[dict]) -> Table:
     """Compare the sizes and work of the whole model and of a rank's part of it."""
     table = [["", "one card", *(f"each of {share['ranks']} ranks" for share in shares[1:])]]
-    for title, key in (
-        ("weights", "weight_bytes"), ("cache per token", "cache_bytes_per_token"),
-        ("read per pass", "read_bytes"), ("sent per row of a pass", "sent_bytes"),
-    ):  # fmt: skip
+    for title, key, text in (
+        ("weights", "weight_bytes", format_bytes),
+        ("cache per token", "cache_bytes_per_token", format_bytes),
+        ("read per pass", "read_bytes", format_bytes),
+        ("sent per row of a pass", "sent_bytes", format_bytes),
+        ("arithmetic per row", "row_flops", lambda n: f"{n / 1e9:.2f} GFLOP"),
+        ("memory-bound up to", "memory_bound_rows", "{:,} rows".format),
+    ):
         if key != "sent_bytes" or len(shares) > 1:
-            table.append([title, *(format_bytes(share[key]) for share in shares)])
-    flops = (f"{share['row_flops'] / 1e9:.2f} GFLOP" for share in shares)
-    bound = (f"{share['memory_bound_rows']:,} rows" for share in shares)
-    return [*table, ["arithmetic per row", *flops], ["memory-bound up to", *bound]]
+            table.append([title, *(text(share[key]) for share in shares)])
+    return table
 
 
 def pass_table(plan: dict) -> Table:
@@ -164,13 +162,11 @@ def pass_table(plan: dict) -> Table:
     table = [["rows n of a pass", *map(str, plan["rows"])]]
     for share in plan["shares"]:
         where = "one card" if share["ranks"] == 1 else f"{share['ranks']} ranks"
-        seconds = share["seconds"]
+        seconds, messages = share["seconds"], share["link_seconds"]
         table.append([f"{where}: ms", *(f"{1e3 * s:.3g}" for s in seconds)])
         if share["ranks"] > 1:
-            messages = (f"{1e3 * s:.2g}" for s in share["link_seconds"])
-            table.append([f"{where}: ms for messages", *messages])
-        relative = (f"{s / seconds[0]:.2f}" for s in seconds)
-        table.append([f"{where}: pass(n) / pass(1)", *relative])
+            table.append([f"{where}: ms for messages", *(f"{1e3 * s:.2g}" for s in messages)])
+        table.append([f"{where}: pass(n) / pass(1)", *(f"{s / seconds[0]:.2f}" for s in seconds)])
     return table
 
 
