@@ -34,7 +34,7 @@ from minispec.cache import KVCache
 from minispec.checkpoints.config import CheckedJson, integer
 from minispec.checkpoints.heads import read_acceptance, read_tree
 from minispec.checkpoints.load import pick_device, pick_dtype
-from minispec.cli import UserError, number, read_json, user_error
+from minispec.cli import UserError, flag_name, number, read_json, user_error
 from minispec.fast import optimize
 from minispec.fast.cost import ROW_COUNTS
 from minispec.generate import decode
@@ -230,13 +230,19 @@ def make_plan(args: argparse.Namespace) -> dict:
     methods gain, as --json prints it. Raises UserError for flags that do not fit."""
     ranks, cached = sorted({1, args.nproc or distributed.world.size}), args.cached or 0
     models = [make_shape(args, args.shape, n) for n in ranks]
-    hardware = hardware_of(args, models[0].dtype)
+    name, rates = args.card or DEFAULT_CARD, {flag: getattr(args, flag) for flag in RATES}
+    given = {flag: rate * RATES[flag][0] for flag, rate in rates.items() if rate is not None}
+    if models[0].dtype.itemsize != 2 and "flops" not in given:
+        raise UserError(f"--dtype {args.dtype}: the FLOP rates of cards are for bfloat16; give the "
+                        "card's rate with --flops")  # fmt: skip
+    source = f"{', '.join(map(flag_name, given))}; otherwise " * bool(given) + CARDS[name].source
+    hardware = replace(CARDS[name], **given, source=source)
     return {
         "shape": args.shape,
         "dtype": str(models[0].dtype).removeprefix("torch."),
         "quantize": args.quantize,
         "cached": cached,
-        "card": args.card or DEFAULT_CARD,
+        "card": name,
         **asdict(hardware),
         "rows": list(PASS_ROWS),  # of the passes in `seconds`
         "shares": [share(hardware, model, cached) for model in models],
@@ -256,18 +262,6 @@ def make_shape(
     if args.quantize:
         optimize(model, int8=True)
     return model
-
-
-def hardware_of(args: argparse.Namespace, dtype: torch.dtype) -> Hardware:
-    """The card, with the rates that flags replace, for weights of this dtype."""
-    rates = {name: getattr(args, name) for name in RATES}
-    given = {name: rate * RATES[name][0] for name, rate in rates.items() if rate is not None}
-    if dtype.itemsize != 2 and "flops" not in given:
-        raise UserError(f"--dtype {args.dtype}: the FLOP rates of cards are for bfloat16; give the "
-                        "card's rate with --flops")  # fmt: skip
-    card = CARDS[args.card or DEFAULT_CARD]
-    flags = ", ".join(f"--{name}" for name in given)
-    return replace(card, **given, source=f"{flags}; otherwise " * bool(given) + card.source)
 
 
 def share(hardware: Hardware, model: Transformer, cached: int) -> dict:
@@ -315,7 +309,6 @@ def drafters_of(args: argparse.Namespace, model: Transformer, cached: int) -> It
     drafts. Without --draft, the drafts are free, like those of OracleDraft and prompt lookup.
     FastMTP's head drafts from the full vocabulary."""
     yield "autoregressive", [], "", [], Work(0, 0), []
-
     rates, source, work = [args.acceptance], "--acceptance", Work(0, 0)
     if args.acceptance is None:
         rates, source = [DEFAULT_ACCEPTANCE], "assumed, see --acceptance"

@@ -31,22 +31,21 @@ def show(
             print(before + new, end="", file=out, flush=True)
             before, shown = "", shown + len(chunk.text)
     distributed.check_agreement(run.tokens)
-    if run.finish_reason is None:
-        run.finish("interrupted")
-        before += "" if args.json else run.text[shown:]  # held back as a possible stop string
-    result = json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else ""
-    print(before + result, file=out, flush=True)
+    run.finish("interrupted")  # unless it has ended
+    rest = run.text[shown:]  # held back as a possible stop string
+    if args.json:
+        rest = json.dumps(run.as_json(args.model), ensure_ascii=False)
+    print(before + rest, file=out, flush=True)
     if args.stats:
         print(describe(run), file=sys.stderr)
 
 
 def describe(run: Run) -> str:
     s = run.stats
-    lossy = "" if s["lossless"] else " (lossy)"
     line = (
-        f"{run.method}{lossy}: {s['new_tokens']} tokens ({run.finish_reason}) "
-        f"in {s['target_passes']} passes, {s['tokens_per_pass']:.2f} per pass, "
-        f"{s['tokens_per_second']:.1f} tokens/s; prompt {len(run.prompt)} tokens, "
+        f"{run.method}{'' if run.lossless else ' (lossy)'}: {s['new_tokens']} tokens "
+        f"({run.finish_reason}) in {s['target_passes']} passes, {s['tokens_per_pass']:.2f} per "
+        f"pass, {s['tokens_per_second']:.1f} tokens/s; prompt {len(run.prompt)} tokens, "
         f"{s['cached_tokens']} of them cached, {s['prefill_seconds']:.3f} s"
     )
     if s["drafted"]:

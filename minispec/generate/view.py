@@ -110,7 +110,8 @@ def trace(model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str) 
         **run.as_json(name),
         "prompt": tokenizer.decode(run.prompt) if tokenizer else "",
         "sampling": vars(run.sampling),
-        "passes": json.loads(json.dumps(passes), parse_float=rounded),
+        # four significant digits are enough for the page
+        "passes": json.loads(json.dumps(passes), parse_float=lambda x: float(f"{float(x):.4g}")),
         "pieces": {token: piece(tokenizer, token) for token in sorted(used)},
     }
 
@@ -153,8 +154,3 @@ def drawn_from_the_rest(p: Tensor, step: Step) -> float | None:
     rest = p.clone()
     rest[step.tree.tokens_at(rejected)] = 0.0
     return float(rest[step.tokens[-1]] / rest.sum())
-
-
-def rounded(number: str) -> float:
-    """Four significant digits, enough for the page."""
-    return float(f"{float(number):.4g}")
