@@ -359,6 +359,33 @@ def test_unsuitable_text_is_rejected(weights, flag, content, message, tmp_path, 
     assert message in last_error_line(capsys, lambda: bench.main(wrong))
 
 
+def test_stats_show_where_the_time_of_a_round_goes(weights, monkeypatch, capsys):
+    """A slow target, draft, policy and loop, in seconds per round: 0.04, 0.03, 0.02 and 0.01."""
+
+    def propose():
+        time.sleep(0.03)
+
+    def decoder(prompt):
+        prefill = compile("def prefill(): time.sleep(0.3)\nprefill()", "x.py", "exec")
+        exec(prefill, {"time": time})  # does not count
+        for file, seconds in ("a/model.py", 0.04), ("b/adaptive.py", 0.02):
+            exec(compile(f"time.sleep({seconds})", file, "exec"), {"time": time})
+        propose()
+        time.sleep(0.01)
+
+    monkeypatch.setattr(measure, "LOOK_SECONDS", 0.001)
+    shares = measure.time_shares(decoder, [])
+    assert shares.keys() == {"target pass", "drafts", "policy", "other Python"}
+    assert sum(shares.values()) == pytest.approx(1) and 0.2 < shares["target pass"] < 0.6
+    options = options_of(weights, "--methods", "fastmtp k=2", "--repeats", "1")
+    bench.main([*options, "--stats", "--json"])
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        assert sum(row["time"].values()) == pytest.approx(1) and "target pass" in row["time"]
+    for more, shown in (["--stats"], True), ([], False):
+        bench.main([*options, *more])
+        assert ("fastmtp k=2: time of a round: " in capsys.readouterr().out) == shown
+
+
 # ---- Markdown and JSON ---------------------------------------------------------------------------
 
 

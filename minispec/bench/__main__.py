@@ -60,6 +60,7 @@ def parser() -> Parser:
                    help="run fastmtp also with N tokens per language; none: with all tokens",
                    type=lambda text: [None if part == "none" else number(1)(part)
                                       for part in comma_separated(text)])  # fmt: skip
+    p.add_argument("--stats", action="store_true", help="show where the time of a round goes")
     p.add_argument("--busy", action="store_true", help="measure even if other programs run")
     output = p.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object")
@@ -89,7 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     unused = given("model", "methods", "data", "kind", "generated", "questions", "temperature",
                    "k", "prompts", "vocabulary_sizes", "eagle3")  # fmt: skip
-    measuring = given("device", "compile", "busy", "repeats", "max_new_tokens", "markdown")
+    measuring = given("device", "compile", "busy", "stats", "repeats", "max_new_tokens", "markdown")
     planning, for_shape = given(*shapes.PLAN_FLAGS), given("acceptance", *shapes.PLAN_FLAGS)
     args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))
     wrong = [
@@ -141,12 +142,14 @@ def run(args: argparse.Namespace, about: dict) -> dict:
     try:
         for (kind, prompts), t in product(kinds.items(), args.temperature):
             arguments = model, tokenizer, methods, prompts, args.max_new_tokens, t
-            once = partial(measure.measure, *arguments)
+            parts: dict[str, dict] = {}
+            once = partial(measure.measure, *arguments, parts=parts if args.stats else None)
             repeats, share = measure.watch(lambda: [once() for _ in range(args.repeats)])
             measure.check_others(share, f"while {kind} (temperature {t:g}) was measured",
                          "its table is omitted", args.busy)  # fmt: skip
             table = measure.table_of(kind, t, repeats, machine)
-            tables.append([row | {"others_share": share} for row in table])
+            tables.append([row | {"others_share": share, "time": parts.get(row["method"])}
+                           for row in table])  # fmt: skip
             if as_text:
                 print(f"\n{kind}, {len(prompts)} prompts, temperature {t:g}")
                 show(tables[-1])

@@ -1,11 +1,14 @@
 """Measure the machine, what other processes use of it, and the methods; summarise the runs."""
 
 import contextlib
+import signal
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from operator import truediv
+from os.path import basename
 from typing import TypeVar
 
 import psutil
@@ -26,6 +29,11 @@ from minispec.model import Transformer
 T = TypeVar("T")
 COPY_BYTES, MATMUL_SIZE = 2**28, 2048  # sizes of the copy and of the square product
 MAX_OTHERS_SHARE = 0.5  # of the cores, for other processes; above it, speeds are not reported
+
+LOOK_SECONDS = 0.002
+# the parts of decoding and the functions or files that run them; the first one found counts
+PARTS = {"prefill": {"prefill", "read_prompt"}, "policy": {"adaptive.py"}, "drafts": {"propose"},
+         "target pass": {"model.py", "compiled.py", "captured.py", "probs"}}  # fmt: skip
 
 
 def measure_machine(model: Transformer) -> dict:
@@ -57,19 +65,44 @@ def measure_machine(model: Transformer) -> dict:
 def measure(
     model: Transformer, tokenizer: Tokenizer | None, methods: Methods, prompts: list, n: int,
     temperature: float = 0.0, others: dict[str, Callable] | None = None,
+    parts: dict[str, dict] | None = None,
 ) -> dict[str, list[Run]]:  # fmt: skip
     """Decode each prompt with every method in turn, which is one repeat of the measurement; return
     table row -> its runs, one per prompt. The first prompt is decoded an extra time beforehand as a
     warm-up. `others` are decoders from other libraries: given a prompt, they return the attributes
-    of a Run that the table needs."""
+    of a Run that the table needs. `parts`, if passed, receives each row's `time_shares`."""
     ours = partial(decode, model, tokenizer, max_new_tokens=n, temperature=temperature)
     decoders = {row: partial(ours, **{"method": row.split()[0]} | options)
                 for row, options in methods.items()} | (others or {})  # fmt: skip
+    if parts is not None:
+        parts |= {row: time_shares(decoder, prompts[0]) for row, decoder in decoders.items()}
     runs = {row: [] for row in decoders}
     for prompt in tqdm([prompts[0], *prompts], unit="prompt"):
         for row, decoder in decoders.items():
             runs[row].append(decoder(prompt))
     return {row: by_prompt[1:] for row, by_prompt in runs.items()}
+
+
+def time_shares(decoder: Callable[[list[int]], Run], prompt: list[int]) -> dict[str, float]:
+    """Decode, and return the share of each part of a round in the time of all rounds, from looks at
+    the stack every LOOK_SECONDS. What PARTS does not name is "other Python"."""
+    counts = Counter()
+
+    def look(_, frame) -> None:
+        names = set()
+        while frame:
+            names |= {frame.f_code.co_name, basename(frame.f_code.co_filename)}
+            frame = frame.f_back
+        counts[next((part for part in PARTS if PARTS[part] & names), "other Python")] += 1
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
+    try:
+        decoder(prompt)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    del counts["prefill"]
+    return {part: n / counts.total() for part, n in counts.most_common()}
 
 
 # ---- other processes ----------------------------------------------------------------------------

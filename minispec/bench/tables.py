@@ -77,9 +77,12 @@ def show_machine(machine: dict, model: Transformer) -> None:
 def show(rows: list[dict]) -> None:
     """Print a kind's table and, below it, the reasons."""
     print(aligned(method_table(MEASURED_COLUMNS, rows)))
-    for row in rows[1:]:
-        if row["tokens_per_pass"]:
+    for row in rows:
+        if row["tokens_per_pass"] and row is not rows[0]:
             print("  " + reason(row))
+        if shares := row.get("time"):
+            parts = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
+            print(f"  {row['method']}: time of a round: {parts}")
     print(flush=True)
 
 
