@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
+from minispec.sampling import OneHot, Sampling, probs
 
 CHUNK = 512  # tokens per prefill pass, so that a long prompt of n tokens needs no n × n mask
 
@@ -314,6 +315,23 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) -> (..., vocab_size)."""
         return self.lm_head(hidden)
+
+    def score(
+        self, tokens: list[int] | Tensor, cache: KVCache, sampling: Sampling,
+        depth: Tensor | None = None, mask: Tensor | None = None,
+        feature_layers: tuple[int, ...] = (),
+    ) -> tuple[list[int], Tensor, Tensor | OneHot]:  # fmt: skip
+        """A pass over tokens (n,), which may be on the device, as in `forward`, and the
+        distributions after them (see `probs`), with one synchronisation. Returns the tokens, the
+        hidden states (n, ...) and the distributions."""
+        arguments = tokens, cache, depth, mask, feature_layers
+        if self.graphs is not None and sampling.temperature == 0:
+            if found := self.graphs.score(*arguments):
+                return found
+        on_host = torch.as_tensor(tokens).to("cpu", non_blocking=True)
+        hidden = self(*arguments)[0]
+        p = probs(self.logits(hidden[:, : self.config.hidden_size]), sampling)  # waits
+        return on_host.tolist(), hidden, p
 
     def prefill(self, tokens: list[int], cache: KVCache, chunk: int = CHUNK) -> Tensor:
         """Feed and commit `tokens` in chunks. Returns the hidden state of the last token,

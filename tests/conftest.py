@@ -130,6 +130,16 @@ def kinds_of_cases(
     return dict(case for kind in kinds.values() for case in (kind[:1] if first else []) + kind[-1:])
 
 
+def waits_of(method: str, options: dict) -> tuple[int, int | None]:
+    """What the method declares for these options."""
+    waits = find_method(method).waits
+
+    def chosen(name: str, _: str, auto: str) -> bool:
+        return bool(options.get(name)) and (not auto or hasattr(options[name], "choose"))
+
+    return waits[next((name for name in waits if chosen(*name.partition("="))), "")]
+
+
 def last_error_line(capsys, command) -> str:
     """The error line of a command that must exit with code 2; lines of progress may precede it."""
     capsys.readouterr()

@@ -116,7 +116,7 @@ def synchronise() -> None:
     Simulated.arriving.clear()
 
 
-def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+def capture(run: Callable[[], object]) -> tuple[object, Callable[[], None]]:
     """What `fast.captured.capture` does on a GPU: return the result of `run` and its replay."""
     Simulated.tape = tape = []
     try:
@@ -124,7 +124,7 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[],
     finally:
         Simulated.tape = None
 
-    Simulated.results.append(weakref.ref(result))
+    Simulated.results.extend(map(weakref.ref, tree_leaves(result)))
 
     def replay() -> None:
         Simulated.launches += 1

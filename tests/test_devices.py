@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import kinds_of_cases, random_model, random_tokens
+from conftest import kinds_of_cases, random_model, random_tokens, waits_of
 from half_right import repeating_model
 from simulated import DEVICE, Simulated, SimulatedDevice
 
@@ -16,7 +16,6 @@ from minispec.certify.toys import (
 )
 from minispec.distill.draft import SoftLabels
 from minispec.generate import METHODS, decode
-from minispec.methods import find_method
 from minispec.methods.adaptive import AdaptiveNodes
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
@@ -52,12 +51,10 @@ def simulated_device():
 def most_waits(method: str, options: dict, step: Step, sampled: bool) -> int:
     """By the method's declaration. A round that drafts nothing waits once, unless a policy has seen
     candidates and kept none; one that copies from the text does not wait for a drafter."""
-    waits = find_method(method).waits
-    name = next((name for name in waits if options.get(name)), "")
-    if len(step.tree) == 1 and not hasattr(options.get(name), "choose"):
+    if len(step.tree) == 1 and not hasattr(options.get("tree"), "choose"):
         return 1
     drawn = sum(q is not None for q in step.tree.draft_probs)
-    greedy, of_sampled = waits[name]
+    greedy, of_sampled = waits_of(method, options)
     if of_sampled is None:
         return 1 + drawn if drawn else greedy
     return of_sampled if sampled else greedy

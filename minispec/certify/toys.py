@@ -42,7 +42,8 @@ class Toy:
     wrongly masked row changes the distribution at once. Its hidden states are its logits."""
 
     prefill, prefill_chunks = Transformer.prefill, Transformer.prefill_chunks
-    source = None
+    score = Transformer.score
+    source = graphs = None
 
     def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):
         self.memo: dict = {}
@@ -56,7 +57,7 @@ class Toy:
     def new_cache(self, capacity: int | None = None) -> KVCache:
         return KVCache(1, 1, 2, capacity or self.config.context, torch.float64)
 
-    def __call__(self, tokens, cache=None, depth=None, mask=None) -> Tensor:
+    def __call__(self, tokens, cache=None, depth=None, mask=None, feature_layers=()) -> Tensor:
         """Like Transformer.forward: returns (1, n, vocab) for n tokens."""
         tokens = torch.as_tensor(tokens)
         n = len(tokens)

@@ -8,9 +8,11 @@ cache is no longer used, the next one gets its memory, and with it the graphs.
 """
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +26,9 @@ from minispec.methods.fastmtp import HeadDrafter, RecurrentHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
-from minispec.sampling import Randomness, Sampling
+from minispec.sampling import OneHot, Randomness, Sampling, not_finite
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two (batch: multiple)
 MAX_NEW_ROWS = 17  # of a head's pass that has a graph: what a round of 16 drafts can bring
@@ -49,7 +52,7 @@ def first_graph(device: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def warm_up(run: Callable[[], Tensor]) -> None:
+def warm_up(run: Callable[[], object]) -> None:
     """Call `run`: libraries allocate memory in their first calls."""
     stream, current = side_stream(torch.cuda.current_device()), torch.cuda.current_stream()
     stream.wait_stream(current)
@@ -58,7 +61,7 @@ def warm_up(run: Callable[[], Tensor]) -> None:
     current.wait_stream(stream)
 
 
-def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+def capture(run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     """Record what `run` does on the GPU. Returns its result and a function that repeats it."""
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
     with torch.cuda.stream(torch.cuda.current_stream()):  # restored even after a failed capture
@@ -90,7 +93,8 @@ class Graphs:
 
     def __init__(self, network: nn.Module | None = None):
         self.network = network
-        self.captured: dict[tuple, tuple[list[Tensor], Tensor, Callable[[], None]]] = {}
+        # the static inputs of each, its result, and the function that replays it
+        self.captured: dict[tuple, tuple[list[Tensor], object, Callable[[], None]]] = {}
         self.failed = False  # if a capture has failed, the network decodes without graphs
         self.unused: list[KVCache] = []
         self.latest: tuple = None, ()  # the `user` of a run's cache, and `weights_key` in this run
@@ -100,9 +104,8 @@ class Graphs:
 
     @torch.inference_mode()
     def replay(
-        self, key: tuple, function: Callable[..., Tensor], inputs: list[Tensor],
-        device: torch.device,
-    ) -> Tensor | None:  # fmt: skip
+        self, key: tuple, function: Callable[..., T], inputs: list[Tensor], device: torch.device
+    ) -> T | None:
         """`function(*inputs)` as a graph, which is captured if there is none with this key yet.
         The next graph overwrites the result. None if that is impossible."""
         if key not in self.captured:
@@ -184,26 +187,60 @@ class PassGraphs(Graphs):
         mask: Tensor | None, feature_layers: tuple[int, ...],
     ) -> Tensor:  # fmt: skip
         """See Transformer.forward."""
-        plain = partial(self.network.plain_pass, feature_layers=feature_layers)
+        arguments = tokens, cache, depth, mask, feature_layers
+        hidden, n = self.replay_pass(None, *arguments), torch.as_tensor(tokens).numel()
+        return self.network.plain_pass(*arguments) if hidden is None else hidden[:, :n].clone()
+
+    def score(
+        self, tokens: list[int] | Tensor, cache: KVCache, depth: Tensor | None,
+        mask: Tensor | None, feature_layers: tuple[int, ...],
+    ) -> tuple[list[int], Tensor, OneHot] | None:  # fmt: skip
+        """See Transformer.score: lm_head and the greedy choice are part of the graph. None if there
+        is no graph."""
+        model = self.network
+        found = self.replay_pass(greedy, tokens, cache, depth, mask, feature_layers)
+        if found is None:
+            return None
+        n, hidden = len(tokens), found[0][0, : len(tokens)].clone()
+        fed, predicted, largest = (row[:n] for row in found[1].tolist())  # waits for the device
+        if not all(map(math.isfinite, largest)):
+            raise not_finite(model.dtype)
+        p = OneHot([*map(int, predicted)], model.config.vocab_size)
+        return [*map(int, fed)], hidden, p
+
+    def replay_pass(
+        self, then: Callable[..., object] | None, tokens: list[int] | Tensor,
+        cache: KVCache | None, depth: Tensor | None, mask: Tensor | None,
+        feature_layers: tuple[int, ...],
+    ) -> object:  # fmt: skip
+        """The result of a pass or, if it is not None, of `then(model, tokens, result)`. None if
+        there is no graph."""
         feed = torch.as_tensor(tokens)
         n = feed.numel()
         count = 1 << max(n - 1, 0).bit_length()  # rows of the graph; the pass is padded
         span = self.span(cache, count) if 0 < n <= MAX_ROWS and feed.shape[-1] == n else None
         if span is None or mask is not None and mask.shape[-1] != n:
-            return plain(tokens, cache, depth, mask)
+            return None
 
-        def run(*inputs: Tensor) -> Tensor:
+        def run(*inputs: Tensor) -> object:
             tokens, length, depth, mask = torch.cat(inputs).split([count, 1, count, count**2])
-            view = cache.view(span, length[:, None])
-            return plain(tokens, view, depth, mask.view(count, count) > 0)
+            view, mask = cache.view(span, length[:, None]), mask.view(count, count) > 0
+            hidden = self.network.plain_pass(tokens, view, depth, mask, feature_layers)
+            return hidden if then is None else then(self.network, tokens, hidden)
 
         feed = F.pad(feed.view(-1), (0, count - n)) if count > n else feed.view(-1)
         inputs = [feed, layout(cache.length, count, depth, mask)]
         if feed.device == CPU:
             inputs = [torch.cat(inputs)]
-        key = len(inputs), count, span, feature_layers, *self.key(cache)
-        hidden = self.replay(key, run, inputs, cache.device)
-        return plain(tokens, cache, depth, mask) if hidden is None else hidden[:, :n].clone()
+        key = len(inputs), count, span, feature_layers, then, *self.key(cache)
+        return self.replay(key, run, inputs, cache.device)
+
+
+def greedy(model: Transformer, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The hidden states, and everything that the host needs in one tensor (3, n): the tokens, those
+    predicted after them, and their logits. float64 represents every token id exactly."""
+    best = model.logits(hidden[0, :, : model.config.hidden_size]).max(-1)
+    return hidden, torch.stack([x.double() for x in (tokens, best.indices, best.values)])
 
 
 def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -311,18 +348,20 @@ class DraftGraphs(Graphs):
 
 
 class HeadGraphs(Graphs):
-    """The logits of Medusa heads for a single hidden state."""
+    """What Medusa heads compute from a single hidden state."""
 
-    def run_pass(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
-        """See MedusaHeads.forward."""
-        run, logits = partial(self.network.plain_pass, draft_head=draft_head), draft_head.logits
-        if hidden.dim() > 1 or self.failed or torch.is_grad_enabled():
-            return run(hidden)
+    def run(self, function: Callable[..., Tensor], *inputs: Tensor, **options) -> Tensor:
+        """`function(*inputs, **options)`, as a graph if possible."""
+        run = partial(function, **options)
+        if inputs[0].dim() > 1 or self.failed or torch.is_grad_enabled():
+            return run(*inputs)
+        logits = options["draft_head"].logits
         owner = logits.__self__  # the model, whose lm_head may have been given other weights
         shared = [owner.lm_head] if isinstance(owner, Transformer) else []
-        key = logits, *weights_key(self.network, *shared)
-        found = self.replay(key, run, [hidden], hidden.device)
-        return run(hidden) if found is None else found
+        fixed = logits, options.get("ranks"), *(x.shape for x in inputs)
+        key = function, *fixed, *weights_key(self.network, *shared)
+        found = self.replay(key, run, [*inputs], inputs[0].device)
+        return run(*inputs) if found is None else found
 
 
 # ---- everything ----------------------------------------------------------------------------------

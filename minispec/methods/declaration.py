@@ -126,8 +126,9 @@ class Method:
     `cases` are the options to prove and test it with; what drafts is added, and "auto" stands for
     policies. `bench` are the rows that `minispec.bench` measures by default. `waits` is how often a
     greedy and a sampled round wait for the device (None: once per draft token and for the target),
-    by the option that says what is drafted ("": any other). `checks` are functions of the model,
-    the cache and all options, which raise UserError for sizes that do not fit.
+    by the option that says what is drafted ("": any other; name=auto: if a policy chooses it).
+    `checks` are functions of the model, the cache and all options, which raise UserError for sizes
+    that do not fit.
     """
 
     name: str

@@ -25,7 +25,7 @@ from minispec.methods.declaration import (
 )
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import CHUNK, Block, Config, ForwardContext, Rope, Transformer, make_context
-from minispec.sampling import OneHot, Randomness, Sampling, draw, probs
+from minispec.sampling import OneHot, Randomness, Sampling, draw
 from minispec.tree import Step, Tree
 from minispec.verify import Rule, accept, accept_block
 
@@ -397,12 +397,9 @@ def score(
     the hidden states (n, d), followed in each row by those that enter `feature_layers`, and the
     target's distributions."""
     if isinstance(drafts, Tree):
-        hidden = model(drafts.tokens, cache, drafts.depth, drafts.mask, feature_layers)[0]
-    else:
-        host_rows = drafts[0].to("cpu", non_blocking=True)
-        hidden = model(drafts[0], cache, feature_layers=feature_layers)[0]
-    p = probs(model.logits(hidden[:, : model.config.hidden_size]), sampling)  # waits for the device
-    if not isinstance(drafts, Tree):
-        root, *chain = host_rows.tolist()
-        drafts = Tree.chain(root, chain, drafts[1])
-    return drafts, hidden, p
+        rows = drafts.tokens, cache, sampling, drafts.depth, drafts.mask
+        _, hidden, p = model.score(*rows, feature_layers)
+        return drafts, hidden, p
+    chain, draft_probs = drafts
+    chain, hidden, p = model.score(chain, cache, sampling, feature_layers=feature_layers)
+    return Tree.chain(chain[0], chain[1:], draft_probs), hidden, p

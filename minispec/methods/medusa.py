@@ -7,6 +7,8 @@ model's lm_head predicts token t + 1; the token drawn there is the root of the n
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Annotated
 
@@ -18,9 +20,9 @@ from minispec.cache import KVCache
 from minispec.cli import UserError
 from minispec.methods.adaptive import Policy, likely_paths
 from minispec.methods.declaration import Option, Paths, Words, head_weights, method
-from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
+from minispec.methods.vocabulary import DraftHead, FullVocabulary, Subset, Vocabulary
 from minispec.model import Transformer
-from minispec.sampling import OneHot, Randomness, Sampling, probs
+from minispec.sampling import OneHot, Randomness, Sampling
 from minispec.tree import RankPath, Step, Tree
 from minispec.verify import Rule, accept
 
@@ -69,18 +71,29 @@ class MedusaHeads(nn.ModuleList):
         self.layers, self.shared = layers, vocab_size is None
         self.tree: list[RankPath] = [(0,) * heads]
         self.accuracy: Tensor | None = None
-        self.graphs = None  # a captured.HeadGraphs, which runs the heads for one hidden state
+        self.graphs = None  # see Transformer: a captured.HeadGraphs
 
     def forward(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
         """The target's hidden states (..., d), after its final norm -> logits (K, ..., V). Heads
         without projections use `draft_head`: the target's lm_head, or some of its rows."""
-        run = self.plain_pass if self.graphs is None else self.graphs.run_pass
-        return run(hidden, draft_head)
+        if self.graphs is None:
+            return self.plain_pass(hidden, draft_head)
+        return self.graphs.run(self.plain_pass, hidden, draft_head=draft_head)
 
     def plain_pass(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
         """`forward` without CUDA graphs."""
         outputs = torch.stack([head(hidden) for head in self])
         return draft_head.logits(outputs) if self.shared else outputs
+
+    def tree_tokens(
+        self, hidden: Tensor, nodes: Tensor, draft_head: DraftHead, ranks: int
+    ) -> Tensor:
+        """The tokens (n,) of a tree for a hidden state (d,), on its device: `nodes` (2, n) holds
+        the root's token, then each other node's head; and below them, each node's rank, which is
+        less than `ranks`."""
+        nodes = nodes.to(hidden.device)
+        _, tokens = top_candidates(self.plain_pass(hidden, draft_head), draft_head, ranks)
+        return torch.cat([nodes[0, :1], tokens[nodes[0, 1:], nodes[1, 1:]]])
 
 
 Heads = Annotated[MedusaHeads, head_weights("medusa")]
@@ -105,8 +118,9 @@ def check_tree(model: Transformer, cache: KVCache, options: dict) -> None:
 
 
 @method(
-    "medusa", cases=TREES, bench=[{}, {"tree": "auto"}], waits={"": (2, 2)}, checks=(check_tree,)
-)
+    "medusa", cases=TREES, bench=[{}, {"tree": "auto"}],
+    waits={"tree=auto": (2, 2), "": (1, 1)}, checks=(check_tree,),
+)  # fmt: skip
 def medusa(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, heads: Heads, tree: Paths = None, vocabulary: Words = None,
@@ -130,11 +144,12 @@ def medusa(
         draft_head, can_draft = vocabulary.select(tokens), len(hidden) > 0
         paths = tree if policy is None or policy.drafting() else []  # []: the heads do not run
         proposed = propose(heads, draft_head, hidden, tokens[-1], paths, cache.free_rows - 1)
-        hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
-        p = probs(model.logits(hidden), sampling)
+        rows = proposed.tokens, cache, sampling, proposed.depth, proposed.mask
+        drafts, hidden, p = model.score(*rows)  # hidden (nodes, d)
+        proposed = replace(proposed, tokens=drafts)
         path, next_token, *asked = rule(p, proposed, randomness)
         cache.commit(path)
-        hidden = hidden[path[-1:]]  # of the last accepted node: no second target pass
+        hidden = hidden[path[-1] : path[-1] + 1]  # of the last accepted node: no second target pass
         if policy is not None and can_draft:  # without a hidden state the heads did not run
             policy.observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         new = proposed.tokens_at(path[1:]) + [next_token]
@@ -143,8 +158,8 @@ def medusa(
 
 
 @method(
-    "medusa-typical", lossless=False, bench=[], cases=TREES, waits={"": (2, 2)},
-    checks=(check_tree,),
+    "medusa-typical", lossless=False, bench=[], cases=TREES,
+    waits={"tree=auto": (2, 2), "": (1, 1)}, checks=(check_tree,),
 )  # fmt: skip
 def medusa_typical(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
@@ -191,6 +206,8 @@ def propose(
     if not len(hidden) or not tree:
         return Tree.chain(root, [])
     fixed = isinstance(tree, list)
+    if fixed and hidden.device.type != "cpu":
+        return propose_on_device(heads, draft_head, hidden[0], root, tree, free_rows)
     ranks = 1 + max(rank for path in tree for rank in path) if fixed else RANKS
     candidate_probs, candidates = best_candidates(heads, draft_head, hidden[0], ranks)
     paths = tree if fixed else likely_paths(candidate_probs, tree, free_rows)
@@ -198,17 +215,37 @@ def propose(
     return Tree.from_paths(root, paths[:free_rows], candidates)
 
 
+def propose_on_device(
+    heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, root: int, tree: list[RankPath],
+    free_rows: int,
+) -> Tree:  # fmt: skip
+    """`propose` for a fixed tree and a hidden state (d,) on a device, without waiting for it: the
+    tree's tokens are a tensor there."""
+    most = len(draft_head) if isinstance(draft_head, Subset) else math.inf
+    shape = Tree.merged(0, [path for path in tree if max(path) < most][:free_rows])  # of ranks
+    nodes = torch.tensor([[root, *(depth - 1 for depth in shape.depths[1:])], shape.tokens])
+    run, ranks = heads.tree_tokens, 1 + max(shape.tokens)
+    if heads.graphs is not None:
+        run = partial(heads.graphs.run, run)
+    return Tree(run(hidden, nodes, draft_head=draft_head, ranks=ranks), shape.parents)
+
+
 def best_candidates(
     heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, ranks: int
 ) -> tuple[list[list[float]], list[list[int]]]:
     """Probabilities and tokens of each head's best candidates for a hidden state (d,), both
     (K, ranks), or fewer columns if the vocabulary is smaller."""
-    distributions = heads(hidden, draft_head).softmax(-1)  # (K, V)
-    best = distributions.topk(min(ranks, distributions.shape[-1]))
+    best = top_candidates(heads(hidden, draft_head), draft_head, ranks)
     # one synchronisation for both; float32 represents every token id exactly
-    tokens = draft_head.to_full_ids(best.indices)
-    candidate_probs, tokens = torch.stack([best.values.float(), tokens.float()]).tolist()
+    candidate_probs, tokens = torch.stack([x.float() for x in best]).tolist()
     return candidate_probs, [[int(token) for token in row] for row in tokens]
+
+
+def top_candidates(logits: Tensor, draft_head: DraftHead, ranks: int) -> tuple[Tensor, Tensor]:
+    """`best_candidates` on the device, from the logits (K, V) of the heads."""
+    distributions = logits.softmax(-1)
+    best = distributions.topk(min(ranks, distributions.shape[-1]))
+    return best.values, draft_head.to_full_ids(best.indices)
 
 
 def with_prefixes(paths: list[RankPath], depth: int, ranks: int) -> list[RankPath]:
