@@ -12,7 +12,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,6 @@ from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, not_finite
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two (batch: multiple)
 MAX_NEW_ROWS = 17  # of a head's pass that has a graph: what a round of 16 drafts can bring
@@ -61,7 +59,7 @@ def warm_up(run: Callable[[], object]) -> None:
     current.wait_stream(stream)
 
 
-def capture(run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+def capture(run: Callable[[], object]) -> tuple[object, Callable[[], None]]:
     """Record what `run` does on the GPU. Returns its result and a function that repeats it."""
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
     with torch.cuda.stream(torch.cuda.current_stream()):  # restored even after a failed capture
@@ -104,8 +102,9 @@ class Graphs:
 
     @torch.inference_mode()
     def replay(
-        self, key: tuple, function: Callable[..., T], inputs: list[Tensor], device: torch.device
-    ) -> T | None:
+        self, key: tuple, function: Callable[..., object], inputs: list[Tensor],
+        device: torch.device,
+    ) -> object:  # fmt: skip
         """`function(*inputs)` as a graph, which is captured if there is none with this key yet.
         The next graph overwrites the result. None if that is impossible."""
         if key not in self.captured:
@@ -182,39 +181,34 @@ def memory_key(cache: KVCache) -> tuple:
 class PassGraphs(Graphs):
     """Passes of a model: those over 1 to MAX_ROWS rows after the rows of a cache."""
 
-    def run_pass(
-        self, tokens: list[int] | Tensor, cache: KVCache | None, depth: Tensor | None,
-        mask: Tensor | None, feature_layers: tuple[int, ...],
-    ) -> Tensor:  # fmt: skip
+    def run_pass(self, tokens: list[int] | Tensor, *others) -> Tensor:
         """See Transformer.forward."""
-        arguments = tokens, cache, depth, mask, feature_layers
-        hidden, n = self.replay_pass(None, *arguments), torch.as_tensor(tokens).numel()
-        return self.network.plain_pass(*arguments) if hidden is None else hidden[:, :n].clone()
+        hidden = self.replay_pass(None, tokens, *others)
+        if hidden is None:
+            return self.network.plain_pass(tokens, *others)
+        return hidden[:, : torch.as_tensor(tokens).numel()].clone()
 
     def score(
-        self, tokens: list[int] | Tensor, cache: KVCache, depth: Tensor | None,
-        mask: Tensor | None, feature_layers: tuple[int, ...],
-    ) -> tuple[list[int], Tensor, OneHot] | None:  # fmt: skip
+        self, tokens: list[int] | Tensor, *others
+    ) -> tuple[list[int], Tensor, OneHot] | None:
         """See Transformer.score: lm_head and the greedy choice are part of the graph. None if there
         is no graph."""
-        model = self.network
-        found = self.replay_pass(greedy, tokens, cache, depth, mask, feature_layers)
+        found, n, model = self.replay_pass(greedy, tokens, *others), len(tokens), self.network
         if found is None:
             return None
-        n, hidden = len(tokens), found[0][0, : len(tokens)].clone()
+        hidden = found[0][0, :n].clone()
         fed, predicted, largest = (row[:n] for row in found[1].tolist())  # waits for the device
         if not all(map(math.isfinite, largest)):
             raise not_finite(model.dtype)
-        p = OneHot([*map(int, predicted)], model.config.vocab_size)
-        return [*map(int, fed)], hidden, p
+        return [*map(int, fed)], hidden, OneHot([*map(int, predicted)], model.config.vocab_size)
 
     def replay_pass(
         self, then: Callable[..., object] | None, tokens: list[int] | Tensor,
         cache: KVCache | None, depth: Tensor | None, mask: Tensor | None,
         feature_layers: tuple[int, ...],
     ) -> object:  # fmt: skip
-        """The result of a pass or, if it is not None, of `then(model, tokens, result)`. None if
-        there is no graph."""
+        """The result of a pass (see Transformer.forward) or, if it is not None, of `then(model,
+        tokens, result)`. None if there is no graph."""
         feed = torch.as_tensor(tokens)
         n = feed.numel()
         count = 1 << max(n - 1, 0).bit_length()  # rows of the graph; the pass is padded
@@ -262,11 +256,9 @@ class CapturedDrafter(HeadDrafter):
     """Draws all greedy drafts of a round, or the candidates of its tree, in one graph. Otherwise,
     each pass of the head is one."""
 
-    def __init__(
-        self, head: RecurrentHead, model: Transformer, cache: KVCache, offset: int, **settings
-    ):
-        super().__init__(head, model, cache, offset, **settings)
-        self.weights = model, *weights_key(head, model)
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.weights = self.model, *weights_key(self.head, self.model)
 
     def run(
         self, hidden: Tensor, tokens: list[int] | Tensor, depth: Tensor | None = None,
@@ -369,8 +361,6 @@ class HeadGraphs(Graphs):
 
 def capture_passes(network: Transformer | RecurrentHead | MedusaHeads) -> None:
     """From now on, decode with CUDA graphs."""
-    if isinstance(network, MedusaHeads):
-        kind = HeadGraphs
-    else:
-        kind = DraftGraphs if isinstance(network, RecurrentHead) else PassGraphs
+    kinds = (MedusaHeads, HeadGraphs), (RecurrentHead, DraftGraphs), (Transformer, PassGraphs)
+    kind = next(kind for base, kind in kinds if isinstance(network, base))
     network.graphs = network.graphs or kind(network)
