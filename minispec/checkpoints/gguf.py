@@ -216,16 +216,16 @@ def tokenizer_keys(metadata: dict) -> dict:
 
 def unsupported_reason(keys: dict) -> str | None:
     """Return why a file's tokenizer is not supported; None if it is supported."""
-    kind, pre = keys.get("model"), keys["pre"]
-    if kind != "gpt2":
-        return f"its tokenizer, {kind}, is not supported, only gpt2 (byte-level BPE)"
-    if not pre:  # llama.cpp would guess, with a warning
-        return "it does not name its pre-tokenizer (gguf-new-metadata --pre-tokenizer NAME adds it)"
-    if pre not in PRE_TOKENIZERS:
-        return f"its pre-tokenizer, {pre}, is not one of {', '.join(PRE_TOKENIZERS)}"
-    if keys["add_bos_token"] and "bos" not in keys["special"]:
-        return "its texts begin with a BOS token, but it does not define one"
-    return None
+    kind, pre, known = keys.get("model"), keys["pre"], ", ".join(PRE_TOKENIZERS)
+    no_bos = keys["add_bos_token"] and "bos" not in keys["special"]
+    no_pre = "it does not name its pre-tokenizer (gguf-new-metadata --pre-tokenizer NAME adds it)"
+    reasons = {
+        f"its tokenizer, {kind}, is not supported, only gpt2 (byte-level BPE)": kind != "gpt2",
+        no_pre: not pre,  # llama.cpp would guess, with a warning
+        f"its pre-tokenizer, {pre}, is not one of {known}": pre not in PRE_TOKENIZERS,
+        "its texts begin with a BOS token, but it does not define one": no_bos,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def build_tokenizer(keys: dict, path: Path) -> Tokenizer:

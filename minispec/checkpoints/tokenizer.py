@@ -61,8 +61,8 @@ class Tokenizer:
         settings["clean_up_tokenization_spaces"] = False
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
-        texts = self.backend.to_str(), json.dumps(settings, indent=2)
-        return dict(zip(("tokenizer.json", "tokenizer_config.json"), texts))
+        settings = json.dumps(settings, indent=2)
+        return {"tokenizer.json": self.backend.to_str(), "tokenizer_config.json": settings}
 
     def id_of(self, name: str) -> int | None:
         """Return the id of a special token by its name; None if there is none."""
@@ -159,9 +159,9 @@ class Tokenizer:
         hidden = [turn | {"content": replace_all(turn["content"], stand_ins)} for turn in messages]
         text = render(self.chat_template, hidden, self.special_tokens)
         spelled = {stand_in: token for token, stand_in in stand_ins.items()}
-        renamed = json.dumps(rename(json.loads(self.backend.to_str()), names))
+        quoted = {json.dumps(old, ensure_ascii=False): f'"{new}"' for old, new in names.items()}
         with user_error("the tokenizer cannot encode text that spells a control token"):
-            private = Backend.from_str(renamed)
+            private = Backend.from_str(replace_all(self.backend.to_str(), quoted))
         text = replace_all(text, names | spelled)
         return Tokenizer(private).encode(text, add_special_tokens=False)
 
@@ -219,15 +219,6 @@ def replace_all(text: str, replacements: dict[str, str]) -> str:
     """Replace every key with its value in one pass, the longest keys first."""
     keys = sorted(replacements, key=len, reverse=True)
     return re.sub("|".join(map(re.escape, keys)), lambda match: replacements[match[0]], text)
-
-
-def rename(value: object, names: dict[str, str]) -> object:
-    """Rename strings, wherever they occur in a JSON value."""
-    if isinstance(value, dict):
-        return {names.get(key, key): rename(item, names) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rename(item, names) for item in value]
-    return names.get(value, value) if isinstance(value, str) else value
 
 
 def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict[str, str]:

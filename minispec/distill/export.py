@@ -1,12 +1,11 @@
 """Export Medusa heads for vLLM, or an MTP head for vLLM and SGLang, which load them next to the
 model.
 
-For an MTP head, vLLM reads the target's config, which must be overridden to announce the head. The
-target must be served by its own model class: vLLM's MiMo class gives the head states from before
-the final norm, but ours are trained on states after it. SGLang (its class MiMoMTP) reads the same
-files as an EAGLE-style draft, a chain here (top-k 1); this was not tried, as it needs a GPU.
-llama.cpp takes an MTP head only inside the GGUF file of an architecture that it knows with one, and
-ours is none of them.
+For an MTP head, vLLM's command overrides the target's config, to announce the head. The target must
+be served by its own model class: vLLM's MiMo class gives the head states from before the final
+norm, but ours are trained on states after it. SGLang (its class MiMoMTP) reads the same files as an
+EAGLE-style draft, a chain here (top-k 1); not tried, as it needs a GPU. llama.cpp takes an MTP head
+only inside the GGUF file of a few architectures, none of them ours.
 """
 
 import argparse
@@ -30,8 +29,8 @@ QKV_WEIGHTS = "q_proj.weight", "k_proj.weight", "v_proj.weight"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Export Medusa heads for vLLM, or an MTP head for vLLM and SGLang, which load them next to the
-    model. Prints the commands that serve the target with them."""
+    """Export Medusa heads for vLLM, or an MTP head for vLLM and SGLang, and print the commands that
+    serve the target with them."""
     target, tokenizer = load(args.model, args.dtype, "cpu")
     if args.medusa:
         heads = load_medusa(args.medusa, target, tokenizer)
@@ -62,18 +61,13 @@ def export_medusa(heads: MedusaHeads, target: Transformer, directory: Path) -> N
     if heads.shared:
         tensors["lm_heads.0.weight"] = target.lm_head.weight
     write_tensors(directory / "model.safetensors", tensors)
+    vocab = target.config.vocab_size
     config = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": target.config.hidden_size,
-        "vocab_size": target.config.vocab_size,
-        "truncated_vocab_size": target.config.vocab_size,
-        "num_heads": len(heads),
-        "num_hidden_layers": heads.layers,
-        "medusa_fc_bias": True,
-        "original_lm_head": heads.shared,
-        "torch_dtype": str(target.dtype).removeprefix("torch."),
-    }
+        "model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True,
+        "hidden_size": target.config.hidden_size, "original_lm_head": heads.shared,
+        "vocab_size": vocab, "truncated_vocab_size": vocab, "num_heads": len(heads),
+        "num_hidden_layers": heads.layers, "torch_dtype": str(target.dtype).removeprefix("torch."),
+    }  # fmt: skip
     write_json(directory / "config.json", config)
 
 
@@ -82,21 +76,17 @@ def export_mtp(head: MTPHead, target: Transformer, directory: Path) -> None:
     target's embedding and lm_head."""
     c = target.config
     if c.qk_norm or c.o_bias or c.mlp_bias or c.heads * c.head_dim != c.hidden_size:
-        raise UserError(
-            "vLLM's class for an MTP head of this layout is a qwen2 block: no norms on q and k, "
-            "biases on q, k and v only, and a hidden size of heads * head_dim"
-        )
+        raise UserError("vLLM's class for an MTP head of this layout is a qwen2 block: no norms on "
+                        "q and k, biases on q, k and v only, and a hidden size of heads * "
+                        "head_dim")  # fmt: skip
     tensors = {MTP_PREFIX + name: tensor for name, tensor in head.state_dict().items()}
     for name in [name for name in tensors if name.endswith(QKV_WEIGHTS)]:
         bias = name.removesuffix("weight") + "bias"
         tensors.setdefault(bias, torch.zeros(len(tensors[name]), dtype=target.dtype))
     write_tensors(directory / "model.safetensors", tensors)
-    config = config_json(c, target.dtype) | {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",  # the type known to transformers
-        "attention_bias": True,
-        "num_nextn_predict_layers": 1,
-    }
+    # qwen2 is the type that transformers knows
+    config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "attention_bias": True}
+    config = config_json(c, target.dtype) | config | {"num_nextn_predict_layers": 1}
     write_json(directory / "config.json", config)
 
 

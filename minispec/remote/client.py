@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from multiprocessing.pool import ThreadPool
 from threading import Lock
@@ -150,23 +151,17 @@ class Server:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def ask(
-        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0,
-        **fields,
-    ) -> Answer:  # fmt: skip
+    def ask(self, prompt: list[int], length: int, sampling=Sampling(), seed=0, **fields) -> Answer:
         """Return an answer of at most `length` tokens; `fields` are added to the request."""
-        body = {
-            "model": self.name, "max_tokens": length, "temperature": sampling.temperature,
-            "top_p": sampling.top_p, "seed": seed,
-            "prompt": prompt if self.accepts_ids else self.as_text(prompt),
-        }  # fmt: skip
+        body = {"model": self.name, "max_tokens": length, "temperature": sampling.temperature,
+                "top_p": sampling.top_p, "seed": seed,
+                "prompt": prompt if self.accepts_ids else self.as_text(prompt)}  # fmt: skip
         if self.accepts_extra:
             body |= EXTRA_FIELDS | {"top_k": sampling.top_k or TOP_K_OFF}
         if self.needs_logprobs:
             body["logprobs"] = 1
-        return self.request(
-            "POST", "/v1/completions", body | fields, lambda text: self.parse_answer(text, length)
-        )
+        parse = partial(self.parse_answer, length=length)
+        return self.request("POST", "/v1/completions", body | fields, parse)
 
     def supports(self, sampling: Sampling) -> bool:
         """Return whether the server has fields for this sampling; OpenAI's API has no top_k."""
@@ -238,10 +233,9 @@ class Server:
         completion = parse_json(response)
         choice = next(iter(at(completion, "choices", of=list)), None)
         if not isinstance(choice, dict):
-            found = self.redact(response)[:60]
+            found = f"did not answer with a completion but {self.redact(response)[:60]!r}"
             broken = completion is None and (not response or response.lstrip().startswith("{"))
-            kind = "failed" if broken else "rejected"
-            raise RequestError(f"did not answer with a completion but {found!r}", kind)
+            raise RequestError(found, "failed" if broken else "rejected")
         with self.lock:
             self.drafted += count(at(completion, "timings", "draft_n"))
             self.accepted += count(at(completion, "timings", "draft_n_accepted"))
