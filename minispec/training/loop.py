@@ -96,12 +96,9 @@ class TrainingRun:
 
     def save(self, path: Path) -> None:
         """Write the checkpoint. If the disk is full, the previous one is kept."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "what": self.identity,
-            "counts": [self.step, self.seconds],
-        }
+        state = {"model": self.model.state_dict(), "what": self.identity,
+                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                 "counts": [self.step, self.seconds]}  # fmt: skip
         with atomic_write(path) as partial, open(partial, "wb") as file:
             try:
                 torch.save(state, file)
@@ -164,10 +161,10 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: 
     """Take one step at this learning rate, with the gradient norm clipped to 1."""
     loss.backward()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for p in (p for group in groups for p in group["params"] if p.grad is not None):
+    parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+    for p in parameters:
         p.grad = distributed.all_reduce(p.grad)
-    norm = nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
-    if not norm.isfinite():
+    if not nn.utils.clip_grad_norm_(parameters, 1.0).isfinite():
         raise UserError(f"the loss is {loss:.3f} and its gradient is not finite: lower --lr")
     for group in groups:
         group["lr"] = rate
@@ -178,25 +175,24 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: 
 
 def check_processes(args: argparse.Namespace) -> None:
     """Raise UserError for flags that do not suit the number of processes."""
-    size = distributed.world.size
-    if size > 1 and args.minutes:  # processes would stop at different steps
+    if (size := distributed.world.size) > 1 and args.minutes:  # they would stop at different steps
         raise UserError("--minutes works in one process only: use --steps")
     if args.rows % size:
         raise UserError(f"--rows {args.rows} must be a multiple of {size}, the number of processes")
 
 
-def write_card(
-    args: argparse.Namespace, run: TrainingRun, title: str, measured: str, table: str
-) -> None:  # fmt: skip
-    """Write README.md next to the weights: the command that made them, and how they score."""
+def write_card(args: argparse.Namespace, run: TrainingRun, title: str, *results: str) -> None:
+    """Write README.md next to the weights: the command that made them and the `results`, a text and
+    a table, which is also printed."""
     limit = "at most " if "generated" in args else ""  # documents may be shorter than --context
     training = (
-        f"{run.step:,} steps, {limit}{run.step * args.rows * args.context:,} tokens, "
-        f"{run.seconds / 60:.1f} minutes on {torch.get_num_threads()} thread(s), {args.device.type}"
+        f"Training: {run.step:,} steps, {limit}{run.step * args.rows * args.context:,} tokens, "
+        f"{run.seconds / 60:.1f} minutes on {torch.get_num_threads()} thread(s), "
+        f"{args.device.type}."
     )
-    parts = f"# {title}", f"    minispec {args.line}", f"Training: {training}.", measured, table
+    parts = f"# {title}", f"    minispec {args.line}", training, *results
     write_text(args.out / "README.md", "\n\n".join(parts) + "\n")
-    print(table)
+    print(results[-1])
 
 
 def markdown_table(corner: str, columns: list[str], rows: dict[object, list[float | str]]) -> str:

@@ -14,19 +14,13 @@ from minispec.model import Config, Transformer
 from minispec.training.loop import add_flags
 
 
-def size_arguments(
-    p: argparse.ArgumentParser, layers: int, width: int, heads: int, ffn: int
-) -> None:
+def size_arguments(p: argparse.ArgumentParser, **defaults: int) -> None:
     """Add flags for the sizes of a new model, with these defaults, and --init."""
-    size = number(1, 2**16)
-    add_flags(
-        p,
-        ("layers", number(1, 1000), layers, "transformer layers"),
-        ("width", size, width, "hidden size"),
-        ("heads", size, heads, "attention heads"),
-        ("ffn", size, ffn, "hidden size of the MLP"),
-        ("kv-heads", size, 1, "key-value heads"),
-    )
+    meanings = {"layers": "transformer layers", "width": "hidden size", "heads": "attention heads",
+                "ffn": "hidden size of the MLP", "kv-heads": "key-value heads"}  # fmt: skip
+    for name, meaning in meanings.items():
+        most = 1000 if name == "layers" else 2**16
+        add_flags(p, (name, number(1, most), defaults.get(name, 1), meaning))
     p.add_argument("--init", type=Source,
                    help="start from this checkpoint; its sizes override the flags")  # fmt: skip
 

@@ -4,7 +4,7 @@
 
 The loss is next-token cross-entropy over packed documents. Muon trains the matrices, AdamW the
 rest, on a cosine schedule. A run restarted with the same --out resumes where it stopped. Under
-`torchrun` each process takes its share of every batch. `training/text.py` lists the file formats.
+`torchrun`, each process takes its share of every batch. `training/text.py` lists the file formats.
 """
 
 import argparse
@@ -47,11 +47,9 @@ def train_tokenizer(corpus: Corpus, size: int) -> BPE:
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=SPECIAL_TOKENS,
+        vocab_size=size, special_tokens=SPECIAL_TOKENS, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     texts = (plain_text(document) for documents in corpus.values() for document in documents)
     bpe.train_from_iterator(texts, trainer)
     return bpe
@@ -130,23 +128,22 @@ def distinct_4grams(tokens: list[int]) -> float:
 
 
 def finish(
-    run: loop.TrainingRun, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Corpus,
-    args: argparse.Namespace,
+    args: argparse.Namespace, run: loop.TrainingRun, tokenizer: Tokenizer,
+    tokens: dict[str, list[np.ndarray]], held_out: Corpus,
 ) -> None:  # fmt: skip
-    """Write the model and its card. `sizes` are the token counts of each kind."""
+    """Write the model and its card. `tokens` are those of the documents of each kind."""
     model = run.model
     save(model, tokenizer, args.out, torch.float16)
     model.half().float()  # round to float16, as stored
     sample = decode(model, tokenizer, tokenizer.encode(""), max_new_tokens=120).tokens
-    of_text = ", ".join(f"{name} {n:,}" for name, n in sizes.items())
+    sizes = ", ".join(f"{kind} {sum(map(len, rows)):,}" for kind, rows in tokens.items())
     measured = (
-        f"Tokens of text: {of_text}.\n\nA greedy sample, of whose 4-grams "
+        f"Tokens of text: {sizes}.\n\nA greedy sample, of whose 4-grams "
         f"{distinct_4grams(sample):.2f} are distinct: {tokenizer.decode(sample)!r}"
     )
-    kinds = {kind: documents for kind, documents in held_out.items() if documents}
-    bits = {kind: [bits_per_byte(model, tokenizer, texts)] for kind, texts in kinds.items()}
-    title = f"A model of {count_parameters(model):,} parameters"
+    bits = {k: [bits_per_byte(model, tokenizer, texts)] for k, texts in held_out.items() if texts}
     table = loop.markdown_table("kind", ["held-out bits per byte"], bits)
+    title = f"A model of {count_parameters(model):,} parameters"
     loop.write_card(args, run, title, measured, table)
 
 
@@ -171,16 +168,12 @@ def main(argv: list[str] | None = None) -> None:
         config = {"vocab_size": tokenizer.size, "bos_id": eos_ids[0], "eos_ids": eos_ids}
         model = new_model(args, tokenizer, **config)
         tokens = {name: tokenize(tokenizer, documents) for name, documents in corpus.items()}
-        identity = {
-            "data": loop.digest(corpus),
-            "tokenizer": tokenizer.hash_without(set()),
-            "model": str(model.config),
-        }
+        identity = {"data": loop.digest(corpus), "tokenizer": tokenizer.hash_without(set()),
+                    "model": str(model.config)}  # fmt: skip
         batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
         run = loop.train(model, identity, functools.partial(next_token_loss, model), batch, args)
         if distributed.world.rank == 0:
-            sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
-            finish(run, tokenizer, sizes, held_out, args)
+            finish(args, run, tokenizer, tokens, held_out)
 
 
 if __name__ == "__main__":

@@ -85,10 +85,9 @@ def read_text(file: Path) -> str:
 
 def split_documents(file: Path, text: str) -> list[Document]:
     """Split a text at lines of END; if it has none, cut it into chunks."""
-    documents = END_LINE.split(text)
-    if len(documents) == 1:
+    if not END_LINE.search(text):
         return chunks(text)
-    documents = filter(None, map(str.strip, documents))
+    documents = filter(None, map(str.strip, END_LINE.split(text)))
     return [parse_conversation(d, f"{file} document {i}") for i, d in enumerate(documents, 1)]
 
 
@@ -190,7 +189,7 @@ class Skipped:
 
     def __str__(self) -> str:
         """The number of documents and the first one's reason; empty if none were skipped."""
-        first = next((f"{location}: {reason}" for location, reason in self.reasons.items()), "")
+        first = next(map(": ".join, self.reasons.items()), "")
         return first and f"documents skipped: {len(self.reasons)}; the first is {first}"
 
 
@@ -203,11 +202,11 @@ def held_out_prompts(
     for name in kinds or ():
         if name not in held_out:
             raise UserError(f"--kind {name}: not found in {data}, which has {', '.join(held_out)}")
-    prompts = {
-        name: (skipped.attempt(document, first_prompt, tokenizer) for document in held_out[name])
-        for name in kinds or held_out
-    }
-    return {name: list(islice(filter(None, found), n)) for name, found in prompts.items()}
+    prompts = {}
+    for name in kinds or held_out:
+        found = (skipped.attempt(document, first_prompt, tokenizer) for document in held_out[name])
+        prompts[name] = list(islice(filter(None, found), n))
+    return prompts
 
 
 def first_prompt(document: Document, tokenizer: Tokenizer) -> list[int]:
