@@ -41,11 +41,10 @@ class MTPLoss:
     Step k at row i reads step k - 1's output there (the target's hidden state for step 1) and the
     true token i + k. In mode `parallel`, as in the published code, it has position i and attends to
     rows up to i of its own step. In mode `aligned`, as in drafting with one cache, it has position
-    i + k - 1 and attends to rows up to i of step 1 and to row i of steps 2 to k.
-    With `soft`, CE_k compares with the target's distribution there instead of the label.
-    With a `vocabulary`, logits cover only its tokens, and labels outside it are ignored. An EAGLE-3
-    head has its own vocabulary and lm_head; the target's distribution is over the same tokens.
-    """
+    i + k - 1 and attends to rows up to i of step 1 and to row i of steps 2 to k. With `soft`, CE_k
+    compares with the target's distribution there instead of the label. With a `vocabulary` (an
+    EAGLE-3 head has its own, and its own lm_head), logits and the target's distribution cover only
+    its tokens, and labels outside it are ignored."""
 
     def __init__(self, head: RecurrentHead, target: Transformer, documents: Documents, steps: int,
                  beta: float, aligned: bool, soft: bool = False,
@@ -144,17 +143,14 @@ def run(args: argparse.Namespace) -> None:
     """Train FastMTP's head on text that the target generated."""
     target, tokenizer = data.load_target(args)
     head = load_mtp(args.init, target, tokenizer) if args.init else MTPHead(target.config)
-    vocabulary = load_subset(args.vocabulary, target, tokenizer)
-    save = partial(save_mtp, head, step_weights=step_weights(args.k, args.beta))
-    train_head(args, target, tokenizer, head, vocabulary, save, "A FastMTP head")
+    train_head(args, target, tokenizer, head)
 
 
 def run_eagle3(args: argparse.Namespace) -> None:
     """Train an EAGLE-3 head on text that the target generated.
 
-    As in the paper's training-time test, each step reads the head's own output of the step before.
-    The head drafts only the tokens of --vocabulary, whose lm_head rows it starts from.
-    """
+    As in the paper's training-time test, each step reads the head's output of the step before. The
+    head drafts only the tokens of --vocabulary, whose lm_head rows it starts from."""
     if args.init and args.vocabulary:
         raise UserError(f"--init: {OWN_VOCABULARY}")
     target, tokenizer = data.load_target(args)
@@ -165,32 +161,33 @@ def run_eagle3(args: argparse.Namespace) -> None:
         ids = sorted(subset.host_ids.tolist()) if subset else list(range(c.vocab_size))
         plain = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
         head = Eagle3Head(replace(c, model_type="llama", **plain), c, ids, default_layers(c.layers))
-    save = partial(save_eagle3, head)
-    train_head(args, target, tokenizer, head, head, save, "An EAGLE-3 head")
+    train_head(args, target, tokenizer, head)
 
 
 def train_head(
-    args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, head: RecurrentHead,
-    vocabulary: Subset | None, save: Callable[..., None], title: str,
-) -> None:  # fmt: skip
-    """Train a head, which is initialised unless it has been loaded, as the flags say. Measure it,
-    `save` it and write its card."""
+    args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, head: RecurrentHead
+) -> None:
+    """Train, measure and save a head, which is initialised first unless it has been loaded."""
+    is_eagle3 = isinstance(head, Eagle3Head)  # and has a vocabulary of its own
+    vocabulary = head if is_eagle3 else load_subset(args.vocabulary, target, tokenizer)
     if not args.init:
         initialise(head, args.seed)
-        if isinstance(head, Eagle3Head):
+        if is_eagle3:
             head.lm_head.weight.data.copy_(target.lm_head.weight[head.host_ids])
         head.to(args.device)
-    loss = partial(
-        MTPLoss, head, target, steps=args.k, beta=args.beta, aligned=args.mode == "aligned",
-        soft=args.soft, vocabulary=vocabulary,
-    )  # fmt: skip
+    loss = partial(MTPLoss, head, target, steps=args.k, beta=args.beta, soft=args.soft,
+                   aligned=args.mode == "aligned", vocabulary=vocabulary)  # fmt: skip
     options = f"{args.mode} {args.k} {args.beta} {args.soft}"
 
     def finish(held_out: list[dict]) -> tuple[str, str, str]:
         table = measure(head, loss, target, held_out, args.context)
-        save(args.out, loop.without_folder(args.model), tokenizer, torch.float16)
-        if isinstance(head, MTPHead):
+        where = args.out, loop.without_folder(args.model), tokenizer, torch.float16
+        if is_eagle3:
+            save_eagle3(head, *where)
+        else:
+            save_mtp(head, *where, step_weights(args.k, args.beta))
             data.store_vocabulary(args, target, tokenizer)
+        title = "An EAGLE-3 head" if is_eagle3 else "A FastMTP head"
         measured = ("How often each step's best token is right on held-out documents, given the "
                     "true tokens before it:")  # fmt: skip
         return f"{title} of {count_parameters(head):,} parameters", measured, table
@@ -225,9 +222,7 @@ def run_acceptance(args: argparse.Namespace) -> None:
     """Measure how often each step of a FastMTP or EAGLE-3 head is right. `--k auto` starts from
     these rates.
 
-    The training commands measure new heads themselves; this is for heads from elsewhere, and for
-    other text.
-    """
+    Training measures new heads itself; this is for heads from elsewhere, and for other text."""
     target, folder, drafter, rows = data.load_for_measuring(args, "mtp")
     head, vocabulary = drafter["head"], drafter.get("vocabulary")
     subset = vocabulary and vocabulary.select([])

@@ -27,8 +27,7 @@ def run(args: argparse.Namespace) -> None:
         documents = [ids_of(file, tokenizer) for file in files]
         ids = tqdm(chain.from_iterable(documents), desc=name, unit="document")
         languages[name] = count(ids, sorted(tokenizer.control_ids.values()), args.size)
-        total = sum(languages[name].counts)
-        if not total:
+        if not (total := sum(languages[name].counts)):
             raise UserError(f"--text {name}={','.join(map(str, files))}: no text found")
         print(f"{name}: {len(languages[name].ids)} of {tokenizer.size} tokens, seen {total} times")
     save_vocabulary(languages, tokenizer, args.out)
