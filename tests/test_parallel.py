@@ -580,7 +580,7 @@ def test_two_processes_generate_the_documents_of_one(sampling, tmp_path):
 
 @pytest.mark.slow
 def test_what_runs_in_one_process_says_so(tmp_path):
-    vocabulary = ["distill", "vocabulary", "--text", "en=x", "--out", tmp_path]
+    vocabulary = ["distill", "vocabulary", "--text", "en=x", "--out", tmp_path / "it.json"]
     for module, *arguments in vocabulary, ["certify"]:
         run = torchrun(2, "-m", f"minispec.{module}", *arguments)
         lines = own_lines(run.communicate(timeout=60)[1])
