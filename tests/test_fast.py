@@ -432,6 +432,21 @@ def test_graphs_differ_in_their_feature_layers_and_in_the_form_of_a_head():
 
 
 @pytest.mark.slow
+@torch.no_grad()
+def test_torch_traces_a_pass_for_a_gpu_in_one_piece():
+    model = random_model()
+    functional = compiled.FunctionalPass(model.model, (0,))
+    traced = torch.compile(functional, backend="eager", fullgraph=True, dynamic=False)
+    results, slots = [], torch.tensor([[0, 1, 2]])
+    for run in functional, traced:
+        cache = model.new_cache(64)
+        mask = torch.zeros(1, 1, 3, 64, dtype=model.dtype)
+        tensors = *model.rope(slots, model.dtype), mask, slots, cache.k, cache.v
+        results.append((run([slots], *tensors), cache.kv))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.slow
 def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(paths, "CACHE", tmp_path)
     prompt = random_tokens(20)
