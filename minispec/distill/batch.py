@@ -119,11 +119,11 @@ class Batch:
 
     def next_tokens(self, span: int, inputs: list[Tensor]) -> Tensor:
         """Run `step`, on a GPU as a graph if possible."""
-        run, found = partial(self.step, span), None
-        if self.graphs is not None and not self.graphs.failed:
-            key = span, *self.graphs.key(self.cache)
-            found = self.graphs.replay(key, run, inputs, self.model.device)
-        return run(*inputs) if found is None else found.clone()
+        if self.graphs is None:
+            return self.step(span, *inputs)
+        key = span, *self.graphs.key(self.cache)
+        run = partial(self.step, span)
+        return self.graphs.replay(key, run, inputs, self.model.device).clone()
 
     def step(self, span: int, tokens: Tensor, lengths: Tensor, uniforms: Tensor) -> Tensor:
         """Feed the newest token of each row and draw the next one, (B,) each. A token of -1 means

@@ -106,12 +106,14 @@ class Graphs:
         device: torch.device,
     ) -> object:  # fmt: skip
         """`function(*inputs)` as a graph, which is captured if there is none with this key yet.
-        The next graph overwrites the result. None if that is impossible."""
+        The next graph overwrites the result."""
         if key not in self.captured:
-            if len(self.captured) == MAX_GRAPHS:
-                self.captured.clear()
             static = [x.to(device, copy=True) for x in inputs]
             run = partial(function, *static)
+            if self.failed:
+                return run()
+            if len(self.captured) == MAX_GRAPHS:
+                self.captured.clear()
             with torch.cuda.device_of(static[0]):
                 warm_up(run)  # may raise an error of the caller's
                 try:
@@ -119,7 +121,7 @@ class Graphs:
                 except RuntimeError as error:
                     self.failed = True
                     note(f"CUDA graphs do not work here, so passes run without them ({error})")
-                    return None
+                    return run()
         static, result, replay = self.captured[key]
         with torch.cuda.device_of(static[0]):
             for to, x in zip(static, inputs):
@@ -345,15 +347,14 @@ class HeadGraphs(Graphs):
     def run(self, function: Callable[..., Tensor], *inputs: Tensor, **options) -> Tensor:
         """`function(*inputs, **options)`, as a graph if possible."""
         run = partial(function, **options)
-        if inputs[0].dim() > 1 or self.failed or torch.is_grad_enabled():
+        if inputs[0].dim() > 1 or torch.is_grad_enabled():
             return run(*inputs)
         logits = options["draft_head"].logits
         owner = logits.__self__  # the model, whose lm_head may have been given other weights
         shared = [owner.lm_head] if isinstance(owner, Transformer) else []
         fixed = logits, options.get("ranks"), *(x.shape for x in inputs)
         key = function, *fixed, *weights_key(self.network, *shared)
-        found = self.replay(key, run, [*inputs], inputs[0].device)
-        return run(*inputs) if found is None else found
+        return self.replay(key, run, [*inputs], inputs[0].device)
 
 
 # ---- everything ----------------------------------------------------------------------------------

@@ -69,9 +69,8 @@ class CompiledPass:
     def __call__(self, *inputs: Tensor | ForwardContext, **options) -> Tensor:
         *tensors, ctx = inputs
         graph, cache = self.graphs.get(options.get("feature_layers", ())), ctx.cache
-        if graph is None or cache is None or ctx.slots.numel() > MAX_ROWS:
-            return self.plain(*inputs, **options)
-        if len(cache.k[0]) > 1 or isinstance(cache.length, Tensor) != self.on_gpu:
+        fits = cache is not None and len(cache.k[0]) == 1 and ctx.slots.numel() <= MAX_ROWS
+        if graph is None or not fits or isinstance(cache.length, Tensor) != self.on_gpu:
             return self.plain(*inputs, **options)
         span = ctx.attn_mask.shape[-1]
         keys, values = ([layer[:, :span] for layer in kv] for kv in (cache.k, cache.v))
