@@ -57,33 +57,26 @@ world = Group()  # all processes that torchrun started
 tensor_parallel = Group()  # those that share each model: the world in generate and bench
 
 
-def join_tensor_parallel() -> None:
-    """Join the processes that torchrun started, if it did, and share models with them: from now on,
-    `load` returns this rank's shard. Raises UserError as `join` does."""
-    global tensor_parallel
-    join()
-    tensor_parallel = world
-
-
-def join() -> None:
+def join(share_models: bool = False) -> None:
     """Join the processes that torchrun started, if it did. The device `cuda` becomes this process's
-    own, and only rank 0 prints. Raises UserError if variables are not as torchrun sets them."""
-    global world
-    size = os.environ.get("WORLD_SIZE") or "1"
-    if size == "1" or world.size > 1:
-        return
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # A handler in Python would have to wait for the end of an exchange, which may never come.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    connect()
-    if gpus := torch.cuda.device_count():
-        if (local_rank := dist.get_node_local_rank(0)) >= gpus:
-            raise UserError(f"there are {gpus} GPUs here, too few for process {local_rank + 1}")
-        torch.cuda.set_device(local_rank)
-    world = Group(dist.get_rank(), dist.get_world_size())
-    if world.rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-        sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+    own, and only rank 0 prints. If they are to `share_models`, `load` returns this rank's shard
+    from now on. Raises UserError if variables are not as torchrun sets them."""
+    global world, tensor_parallel
+    if world.size == 1 and os.environ.get("WORLD_SIZE") not in (None, "", "1"):
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # A handler in Python would wait for the end of an exchange, which may never come.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        connect()
+        if gpus := torch.cuda.device_count():
+            if (local_rank := dist.get_node_local_rank(0)) >= gpus:
+                raise UserError(f"there are {gpus} GPUs here, too few for process {local_rank + 1}")
+            torch.cuda.set_device(local_rank)
+        world = Group(dist.get_rank(), dist.get_world_size())
+        if world.rank:
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+            sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+    if share_models:
+        tensor_parallel = world
 
 
 def connect() -> None:

@@ -315,7 +315,7 @@ def test_processes_that_do_not_come_are_not_waited_for_forever(monkeypatch):
 
 def test_one_process_under_torchrun_is_not_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    distributed.join_tensor_parallel()
+    distributed.join(share_models=True)
     assert distributed.tensor_parallel == Group()
 
 

@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(args: argparse.Namespace, about: dict) -> dict:
     """Measure and compare. Print tables as they are ready, and return their rows for JSON. If a
     kind fails, the Markdown table of those before it is still printed."""
-    distributed.join_tensor_parallel()
+    distributed.join(share_models=True)
     model, tokenizer, kinds, methods = prepare(args)
     machine, tables = measure.measure_machine(model), []
     as_text = not (args.json or args.markdown)

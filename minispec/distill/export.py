@@ -10,6 +10,7 @@ only inside the GGUF file of a few architectures, none of them ours.
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -52,12 +53,9 @@ def run(args: argparse.Namespace) -> None:
 def export_medusa(heads: MedusaHeads, target: Transformer, directory: Path) -> None:
     """Write the heads under vLLM's names. vLLM drafts a chain of each head's best token."""
     tensors: dict[str, Tensor] = {}
-    for k, head in enumerate(heads):
-        for layer, block in enumerate(head[: heads.layers]):
-            for name, tensor in block.linear.named_parameters():
-                tensors[f"blocks.{k}.layers.{layer}.{name}"] = tensor
-        if not heads.shared:
-            tensors[f"lm_heads.{k}.weight"] = head[-1].weight
+    for name, tensor in heads.state_dict().items():
+        name = re.sub(r"^(\d+)\.(\d+)\.linear", r"blocks.\1.layers.\2", name)
+        tensors[re.sub(r"^(\d+)\.\d+\.weight", r"lm_heads.\1.weight", name)] = tensor
     if heads.shared:
         tensors["lm_heads.0.weight"] = target.lm_head.weight
     write_tensors(directory / "model.safetensors", tensors)

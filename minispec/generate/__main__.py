@@ -162,7 +162,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 @cli.command
 def main(argv: list[str] | None = None) -> None:
-    distributed.join_tensor_parallel()
+    distributed.join(share_models=True)
     with distributed.together():
         args = parser().parse_args(argv)
         check_flags(args)
