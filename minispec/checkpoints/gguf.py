@@ -196,7 +196,7 @@ IGNORE_MERGES = "llama-bpe", "tekken"
 
 
 def tokenizer_keys(metadata: dict) -> dict:
-    """Return the tokenizer's keys, without their prefix and with llama.cpp's defaults. Two are new:
+    """Return the tokenizer's keys, without their prefix and with llama.cpp's defaults. Adds
     `special`, the ids of the tokens with keys of their own (bos, eos, eot, …), and `ends`, the ids
     at which llama.cpp stops, some of which it knows by name."""
     keys = {re.sub(r"^tokenizer\.(ggml\.)?", "", key): value for key, value in metadata.items()}

@@ -24,7 +24,7 @@ TIED_NAMES = "model.embed_tokens.weight", "lm_head.weight"  # one tensor in a ti
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint: safetensors, single or sharded, or else .bin likewise."""
+    """Return the files of a checkpoint, one or several: safetensors or, without any, .bin."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (directory / name).exists():
             return [directory / name]

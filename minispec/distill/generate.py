@@ -122,7 +122,7 @@ def sample_documents(
 
 
 def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> list[dict]:
-    """Check that a file is new or was started with these options, and return its documents, without
+    """Check that a file is new or was started with these options, and return its documents. Remove
     an incomplete last line, left by a killed process."""
     header, rows = read_generated(path, tokenizer)
     file.seek(0)

@@ -49,9 +49,9 @@ def is_document(row: object) -> bool:
 def read_split(
     paths: list[Path], target: Transformer, tokenizer: Tokenizer
 ) -> tuple[list[dict], list[dict]]:
-    """The training documents and the held-out ones (see `held_out_indices`). A held-out document
-    that nearly duplicates a training document, as greedy ones often do, is dropped, unless all of
-    them do. Each document gets its `file`."""
+    """The training documents and the held-out ones (see `held_out_indices`), each with its `file`.
+    Held-out documents that nearly duplicate a training document, as greedy ones often do, are
+    dropped, unless all of them do."""
     rows = [row | {"file": path} for path in paths for row in read_generated(path, tokenizer)[1]]
     for row in rows:
         if max(row["prompt"] + row["tokens"]) >= target.config.vocab_size:

@@ -116,9 +116,9 @@ def accuracy_of(ranks: Tensor) -> Tensor:
 
 
 def path_frequencies(ranks: Tensor) -> dict[RankPath, float]:
-    """The share of positions where all tokens of a path were right, most frequent path first, among
-    those where every head has a label. Unlike a product of accuracies, this accounts for heads
-    being right at the same positions."""
+    """Map each path to the share of positions where all of its tokens were right, among those where
+    every head has a label; the most frequent path first. Unlike a product of accuracies, this
+    accounts for heads being right at the same positions."""
     columns, right = ranks[:, (ranks >= 0).all(0)].T.tolist(), Counter()
     for column in columns:
         depth = next((k for k, rank in enumerate(column) if rank == RANKS), len(column))

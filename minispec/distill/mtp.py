@@ -111,8 +111,8 @@ def step_weights(steps: int, beta: float) -> list[float]:
 
 @torch.no_grad()
 def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
-    """The share of labels that are a step's best token in the loss's vocabulary, given the true
-    tokens before, by step."""
+    """For each step, the share of labels that are its best token in the loss's vocabulary, given
+    the true tokens before."""
     right, count = [0] * len(loss.weights), [0] * len(loss.weights)
     for i in indices:
         states, tokens, labels = loss.gather(torch.tensor([i]))
