@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import errno
 import functools
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -15,7 +15,6 @@ import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
 from textwrap import shorten
@@ -37,9 +36,8 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def user_error(problem: str, kind: type = BaseException) -> Iterator[None]:
-    """Raise UserError with this problem and the reason if the block fails, by default whatever it
-    raises: the tokenizers library has bare Exceptions and, if its Rust code panics, BaseExceptions.
-    """
+    """Raise UserError with this problem and the reason if the block raises an error of this kind.
+    (If the Rust code of the tokenizers library panics, it raises a BaseException.)"""
     try:
         yield
     except KeyboardInterrupt:
@@ -61,9 +59,8 @@ class OutputFolder(OutputFile):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserError, also for outputs that would overwrite a source.
-    `description` is a module's docstring, of which -h shows the first paragraph; it is None under
-    python -OO."""
+    """An argument parser that raises UserError, also for outputs that would overwrite a source. -h
+    shows the first paragraph of `description`, a module's docstring (None under python -OO)."""
 
     def __init__(self, *args, description: str | None = None, **options):
         text = (description or "").split("\n\n")[0]
@@ -150,7 +147,10 @@ def command(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> None:
-        prepare_streams()
+        # read and write UTF-8, whatever the system's encoding
+        for stream, encoding in (sys.stdin, TEXT_ENCODING), (sys.stdout, {"encoding": "utf-8"}):
+            with contextlib.suppress(AttributeError, ValueError):  # replaced, closed, already read
+                stream.reconfigure(**encoding)
         try:
             if signal.getsignal(signal.SIGINT) is exit_on_sigint:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -197,13 +197,6 @@ def exit_on_sigint(*_) -> None:
     os._exit(130)
 
 
-def prepare_streams() -> None:
-    """Read and write UTF-8, whatever the system's encoding."""
-    for stream, encoding in (sys.stdin, TEXT_ENCODING), (sys.stdout, {"encoding": "utf-8"}):
-        with contextlib.suppress(AttributeError, ValueError):  # replaced, closed or already read
-            stream.reconfigure(**encoding)
-
-
 @contextlib.contextmanager
 def stdout_reserved() -> Iterator[TextIO]:
     """Yield a stream for the result. From now on and as Python exits, whatever other code prints
@@ -219,8 +212,7 @@ def stdout_reserved() -> Iterator[TextIO]:
 
 
 def drop_unwritable_output() -> None:
-    """If standard output cannot be written, discard it from now on. Otherwise Python would complain
-    at exit about what is left in its buffer."""
+    """Discard standard output if it cannot be written: Python would complain about it at exit."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -245,7 +237,7 @@ def optional_json(path: Path) -> dict:
 
 def check_package(name: str, flag: str) -> None:
     """Raise UserError if a flag needs a package that is not installed."""
-    if find_spec(name) is None:
+    if importlib.util.find_spec(name) is None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
 
 

@@ -28,8 +28,7 @@ def package_version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, followed by "+" if tracked files have changed since. Returns
-    None if the package is not in a checkout."""
+    """Return the checkout's commit, with "+" if tracked files have changed, or None without one."""
     git = "git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"
     command = *git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"
     with contextlib.suppress(OSError):  # there is no git

@@ -110,7 +110,7 @@ def time_shares(decoder: Callable[[list[int]], Run], prompt: list[int]) -> dict[
 
 def check_others(share: float | None, when: str, consequence: str, busy: bool) -> None:
     """Raise UserError, or with --busy note it, if other processes used too much of the cores."""
-    if share is not None and share > MAX_OTHERS_SHARE:
+    if (share or 0.0) > MAX_OTHERS_SHARE:
         fault = f"{when}, other processes used {share:.0%} of the cores"
         if not busy:
             raise UserError(f"{fault}, so {consequence}; wait until they end, or add --busy")
@@ -196,9 +196,8 @@ def timing(plain: list[list[Run]], repeats: list[list[Run]]) -> dict[str, float 
 def table_of(
     kind: str, temperature: float, repeats: list[dict[str, list[Run]]], machine: dict
 ) -> list[dict]:
-    """Summarise each method over all prompts: the rows of a table, as --json prints them. `repeats`
-    come from `measure`. Only times and tokens are taken from all of them, the rest from the first.
-    """
+    """Summarise each method over all prompts, in rows as --json prints them. Only times and tokens
+    are taken from all `repeats` of `measure`, the rest from the first."""
     table, plain = [], [runs[PLAIN] for runs in repeats]
     for method, its_runs in repeats[0].items():
         its_repeats = [runs[method] for runs in repeats]

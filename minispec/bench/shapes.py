@@ -199,17 +199,14 @@ CARDS = {
 }
 
 
-def pass_work(model: Transformer, cached: int = 0) -> Work:
-    """The work of a pass of a model, or of a rank's part of it, after `cached` tokens. It reads all
-    weights of the layers and lm_head; of the embedding, it reads only a row per token."""
-    return block_work(model, (model.model.layers, model.lm_head), cached)
-
-
-def block_work(blocks: Transformer | MTPHead, read: tuple[nn.Module, ...], cached: int) -> Work:
-    """The work of a pass that reads these modules and multiplies by their weights. `blocks` is the
-    model or head that holds the attention layers among them."""
-    c, kv = blocks.config, blocks.new_cache(1).kv  # (2, layers, 1, 1, kv_heads, head_dim)
-    layers, weights = kv.shape[1], product_work(*read)
+def pass_work(
+    model: Transformer | MTPHead, cached: int = 0, read: tuple[nn.Module, ...] = ()
+) -> Work:
+    """The work of a pass of a model, of a rank's part of it or of a head, after `cached` tokens. It
+    reads these modules, by default the layers and lm_head; of the embedding, only a row per token.
+    """
+    c, kv = model.config, model.new_cache(1).kv  # (2, layers, 1, 1, kv_heads, head_dim)
+    layers, weights = kv.shape[1], product_work(*read or (model.model.layers, model.lm_head))
     attention = 4 * layers * c.heads * c.head_dim * cached  # q · k and p · v, with every cached row
     summed = 2 * layers * c.hidden_size * kv.dtype.itemsize  # per row, after o and after down
     # in a ring, a rank sends (N - 1) / N of a buffer twice: to add it up, to pass on the sums
@@ -253,8 +250,7 @@ def make_plan(args: argparse.Namespace) -> dict:
 def make_shape(
     args: argparse.Namespace, name: str, ranks: int, draft: bool = False
 ) -> Transformer:
-    """A rank's part of the model of this shape, without data. A `draft` may be whole on each. The
-    dtype is that of a GPU, wherever the plan is made."""
+    """A rank's part of this shape, in the dtype of a GPU. A `draft` may be whole on each rank."""
     with user_error(name):
         config = distributed.shard_config(MODEL_SHAPES[name], ranks, draft)
     dtype = pick_dtype(args.dtype, torch.device("cuda"))
@@ -281,8 +277,7 @@ def share(hardware: Hardware, model: Transformer, cached: int) -> dict:
 def method_rows(
     args: argparse.Namespace, hardware: Hardware, model: Transformer, cached: int
 ) -> Iterator[dict]:
-    """Yield the rows of the methods' table: the best number of drafts of each, and what a round
-    with them yields and costs, in passes over one token."""
+    """Yield the rows of the methods' table: each one's best number of drafts, and such a round."""
     work = pass_work(model, cached)
     plain = hardware.seconds(work)
     for method, rates, source, gains, draft, runs in drafters_of(args, model, cached):
@@ -323,7 +318,7 @@ def drafters_of(args: argparse.Namespace, model: Transformer, cached: int) -> It
         path, source = measured_heads(args.mtp, "--mtp", "mtp_acceptance", "acceptance")
         rates = read_acceptance(path)
     head = without_data(partial(MTPHead, model.config), model.dtype)
-    work = block_work(head, (head, model.lm_head), cached)
+    work = pass_work(head, cached, read=(head, model.lm_head))
     yield "fastmtp", rates, source, chain_gains(rates), work, range(1, 9)
 
     path, source = measured_heads(args.heads, "--heads", "medusa_accuracy", "tree")

@@ -179,10 +179,10 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         if not args.json or args.chat:
             require_tokenizer(tokenizer, model.source, "use --json, which prints token ids")
         drafter = args.options | drafting_options(args, model, tokenizer)
-    names = "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos"
-    options = {name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)}
+    names = "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "stop"
+    options = drafter | {name: getattr(args, name) for name in names}
     # a chat's turns share the randomness
-    options |= drafter | {"method": args.method.function, "randomness": Seeded(args.seed)}
+    options |= {"method": args.method.function, "randomness": Seeded(args.seed)}
     optimize_all(args, model, options)
     unlisted = unlisted_eos_warning(model, tokenizer, args.stop)
     if unlisted and not args.ignore_eos:
@@ -217,7 +217,7 @@ def parse_options(args: argparse.Namespace) -> dict:
     for name, (option, _) in args.method.options.items():
         flag = flag_of(args.method, name)
         text = getattr(args, flag) if flag in flags else None
-        if text is not None and option.kind not in ("weights", "vocabulary", "cache"):
+        if text is not None and option.kind not in ("weights", "vocabulary"):
             given[name] = flag_name(flag), text
     for pair in args.option:
         name, equals, text = pair.partition("=")
@@ -250,12 +250,11 @@ def parse_option(args: argparse.Namespace, name: str, flag: str, text: str | boo
 def drafting_options(
     args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
 ) -> dict:
-    """What the method drafts with, from its flags or from next to the model."""
-    weights = args.method.of_kind("weights")
+    """Load what the method drafts with, from its flags or from next to the model."""
+    weights, loaded = args.method.of_kind("weights"), {}
     sources = {name: getattr(args, flag_of(args.method, name), None) for name in weights}
     sources = {name: source for name, source in sources.items() if source is not None}
     folders = {name: weights[name].folder for name in sources}
-    loaded = {}
     for name, folder in (folders | drafters.missing_drafters(args.method, model, sources)).items():
         words = () if folder == "draft" else (args.vocabulary, args.vocabulary_size)
         loaded |= drafters.load_drafter(folder, model, tokenizer, sources.get(name), *words)

@@ -25,6 +25,7 @@ from minispec.verify import accept_block
 SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
 CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
 
+
 def stream(
     model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int],
     method: str | Callable = "autoregressive", *, max_new_tokens: int = 200,
@@ -133,8 +134,7 @@ def check_cache(
     cache: KVCache, network: Transformer | RecurrentHead, prompt_length: int, min_capacity: int,
     max_capacity: int,
 ) -> None:  # fmt: skip
-    """Reject a cache of another model or head, or of another capacity, and one that holds the whole
-    prompt already."""
+    """Reject a cache of another model, head or capacity, and one that holds the whole prompt."""
     if not isinstance(cache, KVCache):
         raise UserError(f"cache {cache!r}: must come from model.new_cache()")
     c, keys, is_head = network.config, cache.k[0], isinstance(network, RecurrentHead)
@@ -151,8 +151,7 @@ def check_cache(
 
 
 def validate_options(method: Method, options: dict) -> dict:
-    """The method's options, with numbers as Python's own. Raises UserError for unknown options,
-    wrong types and numbers that are too small."""
+    """The options, with numbers as Python's own. Raises UserError for invalid ones."""
     with user_error(method.name):
         inspect.signature(method.function).bind(None, None, None, None, cache=None, **options)
     valid = {}

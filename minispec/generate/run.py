@@ -41,19 +41,16 @@ class StopConditions:
         if not isinstance(n, Integral) or n < 0:
             raise UserError(f"max-new-tokens {n}: must be a whole number, at least 0")
         object.__setattr__(self, "max_new_tokens", int(n))  # a NumPy integer may overflow
-        if not isinstance(self.stop, (tuple, list)) or not all(
-            isinstance(text, str) and text for text in self.stop
-        ):
+        texts = self.stop if isinstance(self.stop, tuple | list) else [None]
+        if not all(isinstance(text, str) and text for text in texts):
             raise UserError(f"stop {self.stop!r}: must be text, and must not be empty")
 
 
 @dataclass(eq=False)
 class Run:
     """One generation. Iterate over it for Chunks; it always holds everything generated so far.
-
     EOS, stop strings, lengths, the context limit and the statistics are handled here and nowhere
-    else. A run stops exactly where plain decoding would, even inside an accepted block.
-    """
+    else. A run stops exactly where plain decoding would, even inside an accepted block."""
 
     method: str
     prompt: list[int]
@@ -140,8 +137,7 @@ class Run:
         for token in map(int, step.tokens):  # a caller's Randomness may draw NumPy integers
             self.tokens.append(token)
             self.texts.append("")
-            reason = self.end_after(token)
-            if reason:
+            if reason := self.end_after(token):
                 self.finish(reason)
                 break
         return Chunk(self.tokens[before:], self.texts[before:], step)
@@ -225,9 +221,8 @@ def without_distributions(step: Step) -> Step:
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     """Disable a surrounding autocast: the cache only holds the model's dtype."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else contextlib.nullcontext()
 
 
 def longest_overlap(text: str, stops: tuple[str, ...]) -> int:

@@ -30,10 +30,8 @@ REJECTED_STYLE = ansi(REJECTED) + ";9"  # struck out
 
 def paint(chunk: Chunk, tokenizer: Tokenizer, underline: bool = False, full: bool = False) -> str:
     """A round's text, with accepted drafts in blue and the target's own token in green. With
-    `full`, rejected drafts are shown struck out, before the token that replaced them.
-
-    A character that spans several tokens has the colour of the last.
-    """
+    `full`, rejected drafts are shown struck out, before the token that replaced them. A character
+    that spans several tokens has the colour of the last."""
     out, drafted = "", len(chunk.step.path) - 1
     for i, text in enumerate(chunk.texts):
         if full and i == drafted:
@@ -83,10 +81,8 @@ def write_page(
 @torch.no_grad()
 def trace(model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str) -> dict:
     """The page's data as a JSON object: the run's --json, its passes, and the text of each token.
-
     A Step does not keep the target's distributions, so they are recomputed with one pass over each
-    step's tree. The cache is filled as in the run: the prompt, then the accepted paths.
-    """
+    step's tree. The cache is filled as in the run: the prompt, then the accepted paths."""
     rows = len(run.prompt) + sum(len(step.tokens) + len(step.tree) for step in run.rounds)
     cache = model.new_cache(min(rows, model.config.context))
     model.prefill(run.prompt[:-1], cache)
