@@ -23,13 +23,14 @@ Rows = dict[str, tuple[Method, dict]]
 def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Methods:
     """The rows of --methods or, without it, those that the methods declare, except for those whose
     drafter is not found. Rows with the same drafter share it."""
-    load = cache(lambda folder: load_drafter(folder, model, tokenizer, source_of(args, folder)))
+    sources = {folder: getattr(args, flag[2:]) for folder, (_, flag) in FLAGS.items()}
+    load = cache(lambda folder: load_drafter(folder, model, tokenizer, sources[folder]))
     rows, found = {}, {}
     for name in METHODS if args.methods is None else (PLAIN, *args.methods):
         rows |= rows_named(name, args.k)
     for row, (method, options) in rows.items():
         try:
-            folders = folders_of(args, method, model)
+            folders = folders_of(sources, method, model)
         except UserError:
             if args.methods or method.name == "fastmtp" and args.vocabulary_sizes:
                 raise
@@ -74,18 +75,13 @@ def needs_draft(method: Method) -> bool:
     return method.options.get("draft", (None, None))[1] is Parameter.empty
 
 
-def folders_of(args: argparse.Namespace, method: Method, model: Transformer) -> list[str]:
+def folders_of(sources: dict, method: Method, model: Transformer) -> list[str]:
     """The folders of what a method drafts with, which flags name or which lie next to the model."""
     weights = {name: option.folder for name, option in method.of_kind("weights").items()}
-    given = {n: folder for n, folder in weights.items() if source_of(args, folder) is not None}
+    given = {n: folder for n, folder in weights.items() if sources[folder] is not None}
     if any(method.options[n][1] is not Parameter.empty for n in given):
         given = dict([*given.items()][:1])  # one is enough
     return [*(given | missing_drafters(method, model, given)).values()]
-
-
-def source_of(args: argparse.Namespace, folder: str) -> str | None:
-    """The value of the flag that replaces this folder."""
-    return getattr(args, FLAGS[folder][1][2:])
 
 
 def methods_of_flags(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:

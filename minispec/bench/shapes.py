@@ -283,6 +283,8 @@ def method_rows(
     for method, rates, source, gains, draft, runs in drafters_of(args, model, cached):
         seconds = [plain] + [hardware.seconds(work, rows) + n * hardware.seconds(draft)
                              for rows, n in enumerate(runs, 2)]  # fmt: skip
+        if gains is None:  # a chain: the probability that the first n drafts are accepted
+            gains = accumulate(chain(rates, repeat(rates[-1])), mul)
         gains = list(islice(gains, len(runs)))
         n = best_draft_size(gains, seconds)
         tokens = 1.0 + sum(gains[:n])
@@ -300,9 +302,9 @@ def method_rows(
 
 def drafters_of(args: argparse.Namespace, model: Transformer, cached: int) -> Iterator[tuple]:
     """Yield for each method its acceptance by step and who measured it, the mean number of tokens
-    that each draft adds to a round, the work of its drafter, and how often that runs for 1, 2, …
-    drafts. Without --draft, the drafts are free, like those of OracleDraft and prompt lookup.
-    FastMTP's head drafts from the full vocabulary."""
+    that each draft adds to a round (None: those of a chain), the work of its drafter, and how often
+    that runs for 1, 2, … drafts. Without --draft, drafts are free, like those of OracleDraft and
+    prompt lookup. FastMTP's head drafts from the full vocabulary."""
     yield "autoregressive", [], "", [], Work(0, 0), []
     rates, source, work = [args.acceptance], "--acceptance", Work(0, 0)
     if args.acceptance is None:
@@ -312,25 +314,20 @@ def drafters_of(args: argparse.Namespace, model: Transformer, cached: int) -> It
         check_vocabularies(None, None, model, draft)
         work = pass_work(draft, cached)
     name = f"speculative ({args.draft or 'free'} draft)"
-    yield name, rates, source, chain_gains(rates), work, range(1, 17)
+    yield name, rates, source, None, work, range(1, 17)
 
     if args.mtp is not None or args.acceptance is None:
         path, source = measured_heads(args.mtp, "--mtp", "mtp_acceptance", "acceptance")
         rates = read_acceptance(path)
     head = without_data(partial(MTPHead, model.config), model.dtype)
     work = pass_work(head, cached, read=(head, model.lm_head))
-    yield "fastmtp", rates, source, chain_gains(rates), work, range(1, 9)
+    yield "fastmtp", rates, source, None, work, range(1, 9)
 
     path, source = measured_heads(args.heads, "--heads", "medusa_accuracy", "tree")
     heads = medusa_heads(path, model)
     rates, gains = heads.accuracy[:, 0].tolist(), best_first(heads.accuracy.tolist())
     work = product_work(heads, *[model.lm_head] * len(heads) * heads.shared)
     yield "medusa", rates, source, (gain for _, gain in gains), work, [1] * (ROW_COUNTS[-1] - 1)
-
-
-def chain_gains(rates: list[float]) -> Iterator[float]:
-    """The probability that the first n drafts of a chain are accepted, for n = 1, 2, …"""
-    return accumulate(chain(rates, repeat(rates[-1])), mul)
 
 
 def measured_heads(source: str | None, flag: str, key: str, command: str) -> tuple[Path, str]:

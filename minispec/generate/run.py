@@ -155,7 +155,9 @@ class Run:
         if positions:
             self.texts[-1], self.held_back = self.held_back[: min(positions)], ""
             return "stop"
-        safe = len(self.held_back) - longest_overlap(self.held_back, conditions.stop)
+        starts = (n for stop in conditions.stop for n in range(1, len(stop))
+                  if self.held_back.endswith(stop[:n]))  # fmt: skip
+        safe = len(self.held_back) - max(starts, default=0)
         self.texts[-1], self.held_back = self.held_back[:safe], self.held_back[safe:]
         if len(self.tokens) == conditions.max_new_tokens:
             return "length"
@@ -223,12 +225,6 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     """Disable a surrounding autocast: the cache only holds the model's dtype."""
     enabled = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if enabled else contextlib.nullcontext()
-
-
-def longest_overlap(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of one of `stops`."""
-    lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-    return max(lengths, default=0)
 
 
 def acceptance(rounds: list[Step]) -> dict[str, list[float]]:
