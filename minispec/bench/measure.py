@@ -74,12 +74,12 @@ def measure(
     ours = partial(decode, model, tokenizer, max_new_tokens=n, temperature=temperature)
     decoders = {row: partial(ours, **{"method": row.split()[0]} | options)
                 for row, options in methods.items()} | (others or {})  # fmt: skip
-    if parts is not None:
-        parts |= {row: time_shares(decoder, prompts[0]) for row, decoder in decoders.items()}
     runs = {row: [] for row in decoders}
     for prompt in tqdm([prompts[0], *prompts], unit="prompt"):
         for row, decoder in decoders.items():
             runs[row].append(decoder(prompt))
+    if parts is not None:
+        parts |= {row: time_shares(decoder, prompts[0]) for row, decoder in decoders.items()}
     return {row: by_prompt[1:] for row, by_prompt in runs.items()}
 
 
