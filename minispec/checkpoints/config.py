@@ -13,13 +13,9 @@ import torch
 from minispec.cli import UserError, optional_json
 from minispec.model import Config
 
-FAMILIES = {  # model_type -> class name in transformers
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mimo": "MiMoForCausalLM",
-}
+# model_type -> class name in transformers
+FAMILIES = {name: f"{name.title()}ForCausalLM" for name in ("llama", "mistral", "qwen2", "qwen3")}
+FAMILIES["mimo"] = "MiMoForCausalLM"
 HF_TYPES = {"mimo": "qwen2"}  # transformers does not know mimo; its main model is a qwen2
 ORIGINAL = "original_max_position_embeddings"
 ZERO_IS_ABSENT = "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
