@@ -49,14 +49,18 @@ def compile_template(source: str) -> jinja2.Template:
     )
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # jinja's own would escape HTML characters
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = tojson
     return environment.from_string(source)
 
 
 def raise_exception(message: str) -> None:
     """Raise an error, for templates."""
     raise jinja2.TemplateError(message)
+
+
+def tojson(value, ensure_ascii=False, indent=None, **more) -> str:
+    """The `tojson` filter; jinja's own would escape HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 class Generation(jinja2.ext.Extension):
