@@ -1,5 +1,6 @@
 """A client for servers with OpenAI's completions API, over httpx."""
 
+import contextlib
 import json
 import os
 import re
@@ -143,10 +144,9 @@ class Server:
                 if error.kind in FATAL or (self.accepts_extra, self.accepts_ids) == formats[-1]:
                     raise
         if not answer.has_ids:
-            try:
+            self.returns_ids = False
+            with contextlib.suppress(RequestError):
                 self.returns_ids = self.ask(prompt, 2, logprobs=1).has_ids
-            except RequestError:
-                self.returns_ids = False
             self.needs_logprobs = self.returns_ids
 
     # ---- requests --------------------------------------------------------------------------------
@@ -257,10 +257,9 @@ class Server:
 
     def draft_counts(self) -> tuple[int, int] | None:
         """Return the number of tokens drafted and accepted so far, if the server reports them."""
-        try:
+        metrics = ""
+        with contextlib.suppress(RequestError):
             metrics = self.request("GET", "/metrics")
-        except RequestError:
-            metrics = ""
         found = [(name, count(value)) for name, value in DRAFT_METRIC.findall(metrics)]
         sums = (sum(n for name, n in found if name == kind) for kind in ("draft", "accepted"))
         return next(filter(any, [(*sums,), (self.drafted, self.accepted)]), None)
@@ -299,10 +298,8 @@ def error_message(text: str) -> str:
 
 def parse_json(text: str):
     """Return the JSON value of a text, or None if it is not valid JSON."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def at(value, *path: str, of: type = object):
@@ -317,10 +314,9 @@ def at(value, *path: str, of: type = object):
 
 def count(value) -> int:
     """Return a number, also from a string; 0 if it is missing, negative or not finite."""
-    try:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return max(0, int(float(value)))
-    except (TypeError, ValueError, OverflowError):
-        return 0
+    return 0
 
 
 def keys_in(variables: list[str], servers: int) -> list[str]:

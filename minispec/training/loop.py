@@ -25,11 +25,6 @@ from minispec.checkpoints.load import pick_device
 from minispec.checkpoints.weights import atomic_write, write_text
 from minispec.cli import OutputFolder, UserError, number, user_error
 
-try:
-    import fcntl
-except ImportError:  # Windows: files are not locked
-    fcntl = None
-
 CHECKPOINT = "training.pt"  # in --out, kept after training ends
 DEVICE = "device", str, "auto", "cpu, cuda or mps"  # for `add_flags`
 Batch = Callable[[int], Tensor]  # number of completed steps -> the next batch
@@ -240,8 +235,7 @@ def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
             args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
             args.line = " ".join(map(without_folder, argv))
             check_processes(args)
-            # Windows cannot open folders and has no such locks
-            if fcntl and distributed.world.rank == 0:
+            if os.name == "posix" and distributed.world.rank == 0:  # Windows cannot open folders
                 folder = os.open(args.out, os.O_RDONLY)
                 stack.callback(os.close, folder)
                 lock(folder, f"--out {args.out}")
@@ -253,14 +247,15 @@ def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
 
 def lock(file: IO | int, name: str) -> None:
     """Lock a file or folder until it is closed. If another process holds the lock, raise UserError.
-    On a file system without locks this does nothing."""
+    On Windows and on a file system without locks, this does nothing."""
     try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{name}: another process is writing to it; wait for that, or choose "
                         "another name") from None  # fmt: skip
-    except OSError:  # for example NFS without a lock daemon
+    except (ImportError, OSError):  # for example NFS without a lock daemon
         pass
 
 
