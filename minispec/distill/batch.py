@@ -54,7 +54,7 @@ class Batch:
         self.model, self.n, self.sampling = model, n, sampling
         # an ended text's row is written up to BURST - 1 rows further
         self.cache = new_cache(model, rows, capacity + BURST)
-        self.cache.user = self
+        self.cache.user = object()  # graphs look up the weights once
         self.graphs = Graphs(model) if is_on_gpu(model) else None
         self.texts: list[Text | None] = [None] * rows
 

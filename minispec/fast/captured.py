@@ -82,6 +82,11 @@ def weights_key(*modules: nn.Module) -> tuple:
     return *kinds, addresses(tensors)
 
 
+def memory_key(cache: KVCache) -> tuple[int, ...]:
+    """The same for the memory of a cache."""
+    return *addresses([cache.kv]), *cache.kv.stride()
+
+
 # ---- the graphs of a network ---------------------------------------------------------------------
 
 
@@ -173,10 +178,6 @@ class Graphs:
         return memory_key(cache), *self.latest[1]
 
 
-def memory_key(cache: KVCache) -> tuple:
-    return *addresses([cache.kv]), *cache.kv.stride()
-
-
 # ---- passes of a model ---------------------------------------------------------------------------
 
 
@@ -190,9 +191,7 @@ class PassGraphs(Graphs):
             return self.network.plain_pass(tokens, *others)
         return hidden[:, : torch.as_tensor(tokens).numel()].clone()
 
-    def score(
-        self, tokens: list[int] | Tensor, *others
-    ) -> tuple[list[int], Tensor, OneHot] | None:
+    def score(self, tokens: list[int] | Tensor, *others) -> tuple[list[int], Tensor, OneHot] | None:
         """See Transformer.score: lm_head and the greedy choice are part of the graph. None if there
         is no graph."""
         found, n, model = self.replay_pass(greedy, tokens, *others), len(tokens), self.network
@@ -335,6 +334,8 @@ class CapturedDrafter(HeadDrafter):
 
 
 class DraftGraphs(Graphs):
+    """Rounds and passes of a recurrent head."""
+
     drafter = CapturedDrafter
 
 
