@@ -408,7 +408,7 @@ def test_copies_and_pickles_of_a_compiled_module_are_not_compiled(monkeypatch):
             assert not other(*inputs, other.new_cache(64)).any()
 
 
-@pytest.mark.parametrize("name", ["minispec.model", "minispec.methods.fastmtp",
+@pytest.mark.parametrize("name", ["minispec.model", "minispec.methods.fastmtp", "minispec.cache",
                                   "minispec.fast.compiled"])  # fmt: skip
 def test_a_graph_is_compiled_again_after_a_change_of_the_code(name, tmp_path, monkeypatch):
     head = random_mtp_head(random_model(), 2)

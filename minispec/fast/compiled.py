@@ -136,7 +136,7 @@ def graph_key(network: Transformer | RecurrentHead, functional: FunctionalPass) 
     for name, tensor in functional.state_dict().items():  # includes buffers, such as int8 weights
         digest.update(f"{name} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
-    for name in sorted({type(layer).__module__ for layer in functional.modules()}):
+    for name in sorted({type(x).__module__ for x in functional.modules()} | {KVCache.__module__}):
         if name.startswith("minispec."):
             spec = sys.modules[name].__spec__
             digest.update(spec.loader.get_data(spec.origin))  # source, or byte code without it
