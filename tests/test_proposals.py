@@ -272,6 +272,14 @@ def test_hybrid_with_a_draft_model_drafts_what_speculative_would(seed, monkeypat
     assert copies and sum(fed) <= len(tokens) + 2 * 24
 
 
+def test_a_plain_step_of_hybrid_does_not_run_the_draft_model():
+    model, draft, calls = small_model(0, vocab=3), small_model(9, vocab=3), []
+    draft.register_forward_hook(lambda *_: calls.append(True))
+    never = AdaptiveK([float(n) for n in range(9)], draft_cost=1.0)
+    options = {"draft": draft, "k": never, "lookup_k": never, "max_new_tokens": 20}
+    assert len(decode(model, None, [2, 1, 0], "hybrid", **options).rounds) == 20 and not calls
+
+
 def test_each_policy_of_hybrid_learns_from_its_own_drafter():
     """Text that repeats after 6 tokens, and a head that is always wrong."""
     model, _ = counting_model(6, 1)

@@ -250,9 +250,9 @@ def offsets_as_ids(self, probs: Tensor) -> Tensor:
 draft = fastmtp.HeadDrafter.draft
 
 
-def text_preferred_after_drawing(self, tokens, k, sampling, randomness, draft_head):
+def text_preferred_after_drawing(self, tokens, k, draft_head):
     """Draw the head's drafts, then copy from the text instead if its first token differs."""
-    rows, draft_probs = draft(self, tokens, k, sampling, randomness, draft_head)
+    rows, draft_probs = draft(self, tokens, k, draft_head)
     copied = prompt_lookup.lookup(tokens, k, 1)
     if not copied or copied[0] == rows[1]:
         return rows, draft_probs

@@ -1,7 +1,6 @@
 """Lesson 05: Jacobi iteration, and the pool of lookahead decoding."""
 
 import random
-from collections import OrderedDict
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -56,7 +55,7 @@ def pool_of(pool: dict, limit: int) -> methods.Pool:
     """The package's pool with the content of the lesson's."""
     ours = methods.Pool(limit)
     for token, known in pool.items():
-        ours.continuations[token] = OrderedDict.fromkeys(known)
+        ours.continuations[token] = dict.fromkeys(known)
     return ours
 
 

@@ -25,7 +25,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.methods.eagle3 import Eagle3Head, default_layers
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
-from minispec.methods.vocabulary import Compressed, count
+from minispec.methods.vocabulary import Compressed, FullVocabulary, count
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded
 from minispec.tree import Step
@@ -126,6 +126,9 @@ class ToyHeads:
 
     def __len__(self) -> int:
         return self.heads
+
+    def vocabulary(self, model: "Toy", chosen: None) -> FullVocabulary:
+        return FullVocabulary(model)
 
     def __call__(self, hidden: Tensor, model) -> Tensor:
         return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])

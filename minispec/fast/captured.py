@@ -25,7 +25,7 @@ from minispec.methods.fastmtp import HeadDrafter, RecurrentHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
-from minispec.sampling import OneHot, Randomness, Sampling, not_finite
+from minispec.sampling import OneHot, Sampling, not_finite
 
 CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two (batch: multiple)
@@ -270,16 +270,15 @@ class CapturedDrafter(HeadDrafter):
         return super().run(hidden, tokens, depth, mask) if found is None else found.clone()
 
     def draft(
-        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
-        draft_head: DraftHead,
-    ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+        self, tokens: list[int], k: int, draft_head: DraftHead
+    ) -> tuple[Tensor, list[Tensor | None]]:
         def chain(drafter: HeadDrafter, newest: Tensor) -> Tensor:
             return torch.cat([newest, drafter.chain(k, Sampling(0), None, draft_head)[0]])
 
-        greedy = sampling.temperature == 0 and k > 0
+        greedy = self.sampling.temperature == 0 and k > 0
         rows = self.round((k, draft_head.logits), k, chain) if greedy else None
         if rows is None:
-            return super().draft(tokens, k, sampling, randomness, draft_head)
+            return super().draft(tokens, k, draft_head)
         return rows, []
 
     def flush_and_expand(self, policy: Policy, draft_head: DraftHead) -> Tensor:

@@ -14,7 +14,7 @@ from minispec.cache import KVCache
 from minispec.methods.adaptive import FixedNodes
 from minispec.methods.fastmtp import RecurrentHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
-from minispec.methods.vocabulary import FullVocabulary, Vocabulary
+from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def heads_cost(
     model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None
 ) -> float:
     """The cost of Medusa heads in one round. `vocabulary` is as for `head_costs`."""
-    draft_head = (vocabulary or FullVocabulary(model)).select([])
+    draft_head = heads.vocabulary(model, vocabulary).select([])
     hidden = model.model.norm.weight
 
     def candidates() -> list:

@@ -168,6 +168,9 @@ def check_sizes(
     """Reject sizes that do not fit the model, the cache or each other. The method itself, being a
     generator, would only check them at its first step."""
     sizes = {name: default for name, (_, default) in method.options.items()} | options
+    for drafter in (sizes[name] for name in method.of_kind("weights")):
+        if hasattr(drafter, "vocabulary"):
+            drafter.vocabulary(model, sizes.get("vocabulary"))
     for check in method.checks:
         check(model, cache, sizes)
     for name, kept in ((name, sizes[name]) for name in method.of_kind("cache")):

@@ -17,10 +17,16 @@ from minispec.cli import UserError, read_json
 from minispec.fast import optimize, optimize_drafter
 from minispec.fast.cost import cost_curve, draft_cost, head_costs, heads_cost
 from minispec.methods import find_method
-from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree, grow_tree
+from minispec.methods.adaptive import (
+    Adaptive,
+    AdaptiveK,
+    AdaptiveNodes,
+    AdaptiveTree,
+    grow_tree,
+)
 from minispec.methods.declaration import Method
 from minispec.methods.eagle3 import OWN_VOCABULARY
-from minispec.methods.medusa import UNSHARED, MedusaHeads
+from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
 from minispec.tree import RankPath
@@ -99,12 +105,10 @@ def load_drafter(
     elif size is not None:
         raise UserError(f"no vocabulary to take {size} tokens from; use --vocabulary or put a file "
                         f"next to the heads, {place / 'vocabulary.json'}")  # fmt: skip
-    if folder == "mtp":
-        return {"head": load_mtp(source, model, tokenizer), "vocabulary": draft_vocabulary}
-    heads = load_medusa(source, model, tokenizer)
-    if draft_vocabulary and not heads.shared:
-        raise UserError(UNSHARED)
-    return {"heads": heads, "vocabulary": draft_vocabulary}
+    name, load_heads = ("head", load_mtp) if folder == "mtp" else ("heads", load_medusa)
+    heads = load_heads(source, model, tokenizer)
+    heads.vocabulary(model, draft_vocabulary)  # raises UserError if it does not fit them
+    return {name: heads, "vocabulary": draft_vocabulary}
 
 
 def find_drafter(folder: str, model: Transformer) -> Path | None:
@@ -147,25 +151,28 @@ def with_policies(
         if chosen is None and option.auto == "copies" and options.get("k") == "auto":
             chosen = "auto"
         if isinstance(chosen, str) and chosen == "auto":
-            policies[name] = POLICIES[option.auto](method, model, options)
+            policies[name] = policy_of(option.auto, method, model, options)
         elif option.kind == "paths" and isinstance(chosen, Integral):
             policies[name] = tree_of(options["heads"], int(chosen), model.config.context)
     return options | policies
 
 
-def nodes_policy(method: Method, model: Transformer, options: dict) -> AdaptiveNodes:
-    head = options.get("head")
-    if head is None:
+def policy_of(what: str, method: Method, model: Transformer, options: dict) -> Adaptive:
+    """The policy that "auto" stands for, by `what` it chooses: drafts, copies, nodes or paths."""
+    head, draft, heads = map(options.get, ("head", "draft", "heads"))
+    if what == "nodes" and head is None:
         raise UserError(f"{method.name}: a tree needs a head; pass head= (on the command line, "
                         "--heads)")  # fmt: skip
-    costs = head_costs(model, head, options.get("vocabulary"), WIDTHS)
-    return AdaptiveNodes(cost_curve(model), costs, head.acceptance)
-
-
-def paths_policy(method: Method, model: Transformer, options: dict) -> AdaptiveTree:
-    heads = options["heads"]
-    cost = heads_cost(model, heads, options.get("vocabulary"))
-    return AdaptiveTree(cost_curve(model), cost, heads.accuracy)
+    curve, vocabulary = cost_curve(model), options.get("vocabulary")
+    if what == "nodes":
+        costs = head_costs(model, head, vocabulary, WIDTHS)
+        return AdaptiveNodes(curve, costs, head.acceptance)
+    if what == "paths":
+        return AdaptiveTree(curve, heads_cost(model, heads, vocabulary), heads.accuracy)
+    if what == "drafts" and head is not None:
+        return AdaptiveK(curve, head_costs(model, head, vocabulary)[1], 8, head.acceptance)
+    from_text = what == "copies" or draft is None  # which costs nothing
+    return AdaptiveK(curve, 0.0 if from_text else draft_cost(model, draft))
 
 
 def tree_of(heads: MedusaHeads, nodes: int, max_nodes: int) -> list[RankPath]:
@@ -178,21 +185,6 @@ def tree_of(heads: MedusaHeads, nodes: int, max_nodes: int) -> list[RankPath]:
             "them with `minispec distill tree`, or use auto, which needs none"
         )
     return grow_tree(heads.accuracy, min(nodes, max_nodes))
-
-
-def k_policy(method: Method, model: Transformer, options: dict) -> AdaptiveK:
-    """The policy for K: what drafts is a head, a draft model, or the text, which costs nothing."""
-    head, draft, curve = options.get("head"), options.get("draft"), cost_curve(model)
-    if head is not None:
-        cost = head_costs(model, head, options.get("vocabulary"))[1]
-        return AdaptiveK(curve, cost, max_k=8, acceptance=head.acceptance)
-    return AdaptiveK(curve, 0.0 if draft is None else draft_cost(model, draft))
-
-
-POLICIES = {  # what "auto" stands for, by what the policy chooses
-    "drafts": k_policy, "nodes": nodes_policy, "paths": paths_policy,
-    "copies": lambda method, model, options: k_policy(method, model, {}),
-}  # fmt: skip
 
 
 def tree_costs(

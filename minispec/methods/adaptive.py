@@ -60,9 +60,6 @@ class Policy(Protocol):
         heads had no hidden state to read."""
 
 
-# ---- fixed numbers -------------------------------------------------------------------------------
-
-
 class FixedK(Policy):
     """Drafts the same number of tokens in every round."""
 
@@ -76,9 +73,9 @@ class FixedK(Policy):
 
 
 class FixedNodes(FixedK):
-    """Keeps the same number of candidates in every round. The expansion has `shape`: its width,
-    except for the first level, which is a single row, and its depth. By default, both grow with the
-    number of nodes: from 4 × 4 for 4 nodes to 10 × 8 for 60."""
+    """Keeps the same number of candidates in every round. `shape` is the expansion's width, after a
+    first level of one row, and its depth. By default, both grow with the number of nodes: from
+    4 × 4 for 4 nodes to 10 × 8 for 60."""
 
     def __init__(self, nodes: int, shape: tuple[int, int] | None = None):
         super().__init__(nodes, "tree", " node")
@@ -134,7 +131,7 @@ class Adaptive(Policy):
         self.waited = 0  # plain steps since the latest draft
 
     def pays(self) -> bool:
-        """Whether drafting is expected to pay."""
+        """Return whether drafting is expected to pay."""
         return self.gain >= 0
 
     def drafting(self, values: Sequence[float] = ()) -> bool:
@@ -239,8 +236,8 @@ class AdaptiveNodes(Adaptive):
     a pass of the head over that many rows, in passes of the target over one token, for each width
     to choose from. `acceptance` is that of RecurrentHead.
 
-    `rate` is the tokens per unit of cost so far, what time is worth. Another level is expanded, and
-    a candidate is kept, if the tokens to expect from it are more than its time is worth.
+    `rate` is the tokens per unit of cost so far. Another level is expanded, and a candidate is kept,
+    if it is expected to bring more tokens for its cost.
     """
 
     def __init__(
@@ -252,7 +249,7 @@ class AdaptiveNodes(Adaptive):
         chain = AdaptiveK(curve, level_costs[1], max_depth, acceptance)
         depth = max(1, chain.best())
         tokens, cost = 1 + sum(islice(chain.rates.accept_probs(), depth)), chain.costs[depth]
-        super().__init__(curve_at(curve, 2) + level_costs[1] - 1, tokens - cost)
+        super().__init__(chain.costs[1] - 1, tokens - cost)
         # running sums: of all rounds, and of the head's candidates
         self.tokens, self.cost = PRIOR_ROUNDS * tokens, PRIOR_ROUNDS * cost
         self.expected = self.accepted = float(PRIOR_ROUNDS)

@@ -23,7 +23,7 @@ from minispec.methods.declaration import (
     head_weights,
     method,
 )
-from minispec.methods.fastmtp import HEAD_CASES, RecurrentHead, check_vocabulary, fastmtp
+from minispec.methods.fastmtp import HEAD_CASES, RecurrentHead, fastmtp
 from minispec.methods.vocabulary import SubsetIds, Vocabulary
 from minispec.model import Attention, Block, Config, ForwardContext, Rope, Transformer
 from minispec.sampling import Randomness, Sampling
@@ -109,7 +109,7 @@ class Eagle3Head(RecurrentHead, SubsetIds):
 
 @method(
     "eagle3", bench=[{"k": 3}, {"k": "auto"}, {"tree": 60}], cases=HEAD_CASES,
-    waits={"": (1, None), "tree": (2, 2)}, checks=(check_vocabulary,),
+    waits={"": (1, None), "tree": (2, 2)},
 )  # fmt: skip
 def eagle3(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,

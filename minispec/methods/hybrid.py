@@ -30,7 +30,6 @@ from minispec.methods.fastmtp import (
     Drafter,
     Drafts,
     HeadDrafter,
-    check_vocabulary,
     draft_and_verify,
 )
 from minispec.methods.prompt_lookup import NgramIndex
@@ -50,7 +49,7 @@ LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is 
            {"k": 2, "rule": accept_block}, {"k": "auto", "lookup_k": "auto"}, {"tree": 6},
            {"tree": "auto"}, {"draft": "other", "k": 2}, {"draft": "other", "k": "auto"},
            {"head": "eagle3", "k": 2}],
-    waits={"": (1, None), "draft": (2, None), "tree": (2, 2)}, checks=(check_vocabulary,),
+    waits={"": (1, None), "draft": (2, None), "tree": (2, 2)},
 )  # fmt: skip
 def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,

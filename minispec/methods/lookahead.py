@@ -6,7 +6,6 @@ iterates this map on a block of guessed tokens. Lookahead decoding keeps the n-g
 iteration's trajectory: they are good guesses later, when their first token occurs again.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Annotated
@@ -156,14 +155,14 @@ class Pool:
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.continuations: dict[int, OrderedDict[tuple[int, ...], None]] = {}
+        self.continuations: dict[int, dict[tuple[int, ...], None]] = {}  # the oldest first
 
     def add(self, gram: tuple[int, ...]) -> None:
-        rest = self.continuations.setdefault(gram[0], OrderedDict())
+        rest = self.continuations.setdefault(gram[0], {})
+        rest.pop(gram[1:], None)
         rest[gram[1:]] = None
-        rest.move_to_end(gram[1:])
-        while len(rest) > self.limit:
-            rest.popitem(last=False)
+        if len(rest) > self.limit:
+            del rest[next(iter(rest))]
 
     def add_all(self, tokens: list[int], n: int, new: int) -> None:
         """Add the n-grams of `tokens` that end in one of its last `new` tokens."""
@@ -238,10 +237,9 @@ def score_and_accept(
 
 
 def check_window(window: int, ngram: int, capacity: int) -> None:
-    """Raise UserError if the window is empty or can never fit into the cache."""
-    for name, value, minimum in (("window", window, 1), ("ngram", ngram, 2)):
-        if value < minimum:
-            raise UserError(f"{name} {value}: must be at least {minimum}")
+    """Raise UserError if the n-grams are too short, or the window can never fit into the cache."""
+    if ngram < 2:
+        raise UserError(f"ngram {ngram}: must be at least 2")
     rows = (ngram - 1) * window
     if rows >= capacity:
         raise UserError(

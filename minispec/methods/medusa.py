@@ -95,6 +95,13 @@ class MedusaHeads(nn.ModuleList):
         _, tokens = top_candidates(self.plain_pass(hidden, draft_head), draft_head, ranks)
         return torch.cat([nodes[0, :1], tokens[nodes[0, 1:], nodes[1, 1:]]])
 
+    def vocabulary(self, model: Transformer, chosen: Vocabulary | None = None) -> Vocabulary:
+        """Return the `chosen` vocabulary, by default all of the target's tokens. Raises UserError
+        if the heads cannot draft from it."""
+        if chosen and not self.shared:
+            raise UserError(UNSHARED)
+        return chosen or FullVocabulary(model)
+
 
 Heads = Annotated[MedusaHeads, head_weights("medusa")]
 
@@ -114,7 +121,7 @@ def new_heads(heads: int, layers: int, model: Transformer, shared: bool) -> Medu
 
 
 def check_tree(model: Transformer, cache: KVCache, options: dict) -> None:
-    checked_tree(model, options["heads"], options["tree"], options["vocabulary"])
+    checked_paths(model, options["heads"], options["tree"])
 
 
 @method(
@@ -132,9 +139,8 @@ def medusa(
     tree for each round (see adaptive); default: `heads.tree`. Heads that share the target's lm_head
     can draft from the `vocabulary` of the text's language, as in FastMTP.
     """
-    tree = checked_tree(model, heads, tree, vocabulary)
-    policy = None if isinstance(tree, list) else tree
-    vocabulary = vocabulary or FullVocabulary(model)
+    paths, vocabulary = checked_paths(model, heads, tree), heads.vocabulary(model, vocabulary)
+    policy = None if isinstance(paths, list) else paths
     cache = cache or model.new_cache()
     tokens = list(prompt)
     # the cache holds every token but the newest, which is the root of the next tree
@@ -142,8 +148,8 @@ def medusa(
     yield Step()  # the prefill, so that it can be timed separately
     while True:
         draft_head, can_draft = vocabulary.select(tokens), len(hidden) > 0
-        paths = tree if policy is None or policy.drafting() else []  # []: the heads do not run
-        proposed = propose(heads, draft_head, hidden, tokens[-1], paths, cache.free_rows - 1)
+        chosen = paths if policy is None or policy.drafting() else []  # []: the heads do not run
+        proposed = propose(heads, draft_head, hidden, tokens[-1], chosen, cache.free_rows - 1)
         rows = proposed.tokens, cache, sampling, proposed.depth, proposed.mask
         drafts, hidden, p = model.score(*rows)  # hidden (nodes, d)
         proposed = replace(proposed, tokens=drafts)
@@ -183,46 +189,43 @@ def medusa_typical(
     )  # fmt: skip
 
 
-def checked_tree(
-    model: Transformer, heads: MedusaHeads, tree: list[RankPath] | Policy | None,
-    vocabulary: Vocabulary | None,
-) -> list[RankPath] | Policy:  # fmt: skip
-    """Return the policy, or all paths of the tree (None: the heads' own). Raises UserError if the
-    tree or the vocabulary does not fit the heads."""
-    if vocabulary and not heads.shared:
-        raise UserError(UNSHARED)
-    tree = heads.tree if tree is None else tree
-    if hasattr(tree, "choose"):
-        return tree
-    return with_prefixes(tree, len(heads), model.config.vocab_size)
+def checked_paths(
+    model: Transformer, heads: MedusaHeads, paths: list[RankPath] | Policy | None
+) -> list[RankPath] | Policy:
+    """Return the policy, or the paths (None: the heads' own) with all their prefixes. Raises
+    UserError if they do not fit the heads."""
+    if hasattr(paths, "choose"):
+        return paths
+    paths = heads.tree if paths is None else paths
+    return with_prefixes(paths, len(heads), model.config.vocab_size)
 
 
 def propose(
     heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, root: int,
-    tree: list[RankPath] | Policy, free_rows: int,
+    paths: list[RankPath] | Policy, free_rows: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates, at most `free_rows` nodes below the newest token. Only the
     root if there is no hidden state yet: in the first round, if the prefill had nothing to feed."""
-    if not len(hidden) or not tree:
+    if not len(hidden) or not paths:
         return Tree.chain(root, [])
-    fixed = isinstance(tree, list)
+    fixed = isinstance(paths, list)
     if fixed and hidden.device.type != "cpu":
-        return propose_on_device(heads, draft_head, hidden[0], root, tree, free_rows)
-    ranks = 1 + max(rank for path in tree for rank in path) if fixed else RANKS
+        return propose_on_device(heads, draft_head, hidden[0], root, paths, free_rows)
+    ranks = 1 + max(rank for path in paths for rank in path) if fixed else RANKS
     candidate_probs, candidates = best_candidates(heads, draft_head, hidden[0], ranks)
-    paths = tree if fixed else likely_paths(candidate_probs, tree, free_rows)
+    paths = paths if fixed else likely_paths(candidate_probs, paths, free_rows)
     paths = [path for path in paths if max(path) < len(candidates[0])]  # if the vocabulary is small
     return Tree.from_paths(root, paths[:free_rows], candidates)
 
 
 def propose_on_device(
-    heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, root: int, tree: list[RankPath],
+    heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, root: int, paths: list[RankPath],
     free_rows: int,
 ) -> Tree:  # fmt: skip
     """`propose` for a fixed tree and a hidden state (d,) on a device, without waiting for it: the
     tree's tokens are a tensor there."""
     most = len(draft_head) if isinstance(draft_head, Subset) else math.inf
-    shape = Tree.merged(0, [path for path in tree if max(path) < most][:free_rows])  # of ranks
+    shape = Tree.merged(0, [path for path in paths if max(path) < most][:free_rows])  # of ranks
     nodes = torch.tensor([[root, *(depth - 1 for depth in shape.depths[1:])], shape.tokens])
     run, ranks = heads.tree_tokens, 1 + max(shape.tokens)
     if heads.graphs is not None:

@@ -99,14 +99,10 @@ class FullVocabulary:
     def select(self, tokens: list[int]) -> "FullVocabulary":
         return self
 
-    def to_full_ids(self, token: Tensor) -> Tensor:
-        return token
-
-    def to_subset_ids(self, tokens: Tensor) -> Tensor:
+    def to_full_ids(self, tokens: Tensor) -> Tensor:
         return tokens
 
-    def scatter(self, probs: Tensor) -> Tensor:
-        return probs
+    to_subset_ids = scatter = to_full_ids
 
 
 DraftHead = SubsetIds | FullVocabulary

@@ -86,10 +86,10 @@ def from_paths(root: int, paths: list[list[int]], candidates: list[list[int]]) -
 
 def propose(
     heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, root: int,
-    tree: list[RankPath] | Policy, free_rows: int,
+    paths: list[RankPath] | Policy, free_rows: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates below `root`, the newest token: the first `free_rows` of
-    the rank paths `tree`.
+    the rank `paths`.
 
     `hidden` (1, d) is the target's hidden state before `root`; it is (0, d) before the first pass
     of a prompt of one token: then, as without paths, the root stands alone. A tree may be less deep

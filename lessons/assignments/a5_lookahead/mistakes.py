@@ -211,7 +211,7 @@ def oldest_first(self, token):
 
 
 def keeps_the_oldest(self, gram):
-    rest = self.continuations.setdefault(gram[0], package.OrderedDict())
+    rest = self.continuations.setdefault(gram[0], {})
     if len(rest) < self.limit:
         rest[gram[1:]] = None
 
