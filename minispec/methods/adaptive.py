@@ -236,7 +236,7 @@ class AdaptiveNodes(Adaptive):
     a pass of the head over that many rows, in passes of the target over one token, for each width
     to choose from. `acceptance` is that of RecurrentHead.
 
-    `rate` is the tokens per unit of cost so far. Another level is expanded, and a candidate is kept,
+    `rate` is the tokens per unit of cost so far. Another level is expanded, and a candidate kept,
     if it is expected to bring more tokens for its cost.
     """
 
