@@ -22,7 +22,7 @@ class Tree:
     its earlier siblings.
     """
 
-    tokens: list[int]
+    tokens: list[int]  # until they are scored, they may be a tensor (n,) on a device
     parents: list[int]  # -1 for the root
     draft_probs: list[Tensor | None] = field(default_factory=list)
 
@@ -74,6 +74,10 @@ class Tree:
     def drawn_from(self, node: int) -> Tensor | None:
         """The distribution (V,) that `node` was drawn from; None means one-hot."""
         return self.draft_probs[node] if self.draft_probs else None
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == list(range(-1, len(self) - 1))
 
     def children(self, node: int) -> list[int]:
         """The children of `node`, in the order in which they are tried."""

@@ -6,6 +6,7 @@ position j, and predicts t_{j+2}. For further drafts, the head reads its own out
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -25,7 +26,7 @@ from minispec.methods.declaration import (
 )
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import CHUNK, Block, Config, ForwardContext, Rope, Transformer, make_context
-from minispec.sampling import OneHot, Randomness, Sampling, draw
+from minispec.sampling import Randomness, Sampling, draw
 from minispec.tree import Step, Tree
 from minispec.verify import Rule, accept, accept_block
 
@@ -129,7 +130,6 @@ MTP = Annotated[RecurrentHead, head_weights("mtp")]
 
 # ---- drafters ------------------------------------------------------------------------------------
 
-Drafts = Tree | tuple[Tensor, list[Tensor | None]]  # a tree; or the root and a chain, and its q's
 Values = dict[tuple[int, ...], float]  # of a tree's candidates, by the tokens of their paths
 
 
@@ -145,8 +145,8 @@ class Drafter:
     def flush_pending(self) -> None:
         """Read everything that was enqueued."""
 
-    def propose(self, tokens: list[int], free_rows: int) -> Drafts:
-        """Return at most `free_rows` drafts after `tokens`."""
+    def propose(self, tokens: list[int], free_rows: int) -> Tree:
+        """Return at most `free_rows` drafts below the newest token; they may be on the device."""
 
     def observe(self, tree: Tree, path: list[int]) -> None:
         """Record the outcome of a round."""
@@ -215,13 +215,15 @@ class HeadDrafter(Drafter):
             self.last = self.run(self.head.project_features(hidden), tokens)[-1:]
             self.cache.commit(list(range(len(tokens))))
 
-    def propose(self, tokens: list[int], free_rows: int, others: Values = {}) -> Drafts:
+    def propose(self, tokens: list[int], free_rows: int, others: Values = {}) -> Tree:
         """See Drafter. `others` are more candidates for a tree, as in `best_tree`."""
         draft_head = self.vocabulary.select(tokens)
         if self.in_tree:
             return self.tree(tokens, free_rows, draft_head, others)
         k = min(self.policy.choose(), free_rows)
-        return self.draft(tokens, k, draft_head)
+        chain, draft_probs = self.draft(tokens, k, draft_head)
+        draft_probs = [None, *draft_probs] if draft_probs else []
+        return Tree(chain, list(range(-1, len(chain) - 1)), draft_probs)
 
     def draft(
         self, tokens: list[int], k: int, draft_head: DraftHead
@@ -354,16 +356,20 @@ def draft_and_verify(
     read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately
     while True:
-        drafts = drafter.propose(tokens, cache.free_rows - 1)  # one row is for the root
-        proposed, hidden, p = score(model, cache, drafts, sampling, drafter.feature_layers)
-        path, next_token, *asked = rule(p, proposed, randomness)
+        tree = drafter.propose(tokens, cache.free_rows - 1)  # one row is for the root
+        shape = (None, None) if tree.is_chain else (tree.depth, tree.mask)
+        on_host, hidden, p = model.score(
+            tree.tokens, cache, sampling, *shape, drafter.feature_layers
+        )
+        tree = replace(tree, tokens=on_host)
+        path, next_token, *asked = rule(p, tree, randomness)
         cache.commit(path)
-        new = proposed.tokens_at(path[1:]) + [next_token]
+        new = tree.tokens_at(path[1:]) + [next_token]
         # the head's own rows were scratch; rows made from the target's hidden states replace them
         drafter.enqueue(accepted_rows(hidden, path), new)
-        drafter.observe(proposed, path)
+        drafter.observe(tree, path)
         tokens += new
-        yield Step(new, proposed, path, *asked)
+        yield Step(new, tree, path, *asked)
 
 
 def read_prompt(
@@ -381,19 +387,3 @@ def read_prompt(
 def accepted_rows(hidden: Tensor, path: list[int]) -> Tensor:
     """hidden[path]; for a chain, without a copy."""
     return hidden[: len(path)] if path[-1] < len(path) else hidden[path]
-
-
-def score(
-    model: Transformer, cache: KVCache, drafts: Drafts, sampling: Sampling,
-    feature_layers: tuple[int, ...] = (),
-) -> tuple[Tree, Tensor, Tensor | OneHot]:  # fmt: skip
-    """Score the newest token and its drafts; a chain may be on the device. Returns them as a tree,
-    the hidden states (n, d), followed in each row by those that enter `feature_layers`, and the
-    target's distributions."""
-    if isinstance(drafts, Tree):
-        rows = drafts.tokens, cache, sampling, drafts.depth, drafts.mask
-        _, hidden, p = model.score(*rows, feature_layers)
-        return drafts, hidden, p
-    chain, draft_probs = drafts
-    chain, hidden, p = model.score(chain, cache, sampling, feature_layers=feature_layers)
-    return Tree.chain(chain[0], chain[1:], draft_probs), hidden, p

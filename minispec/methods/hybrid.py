@@ -8,7 +8,6 @@ and draft models always have something to propose, at a cost per token.
 from collections.abc import Iterator
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
@@ -28,7 +27,6 @@ from minispec.methods.declaration import (
 from minispec.methods.fastmtp import (
     MTP,
     Drafter,
-    Drafts,
     HeadDrafter,
     draft_and_verify,
 )
@@ -94,7 +92,7 @@ class ModelDrafter(Drafter):
         """Drop the rows of rejected drafts. The draft model needs no hidden states."""
         self.cache.truncate(min(self.cache.length, self.target_cache.length))
 
-    def propose(self, tokens: list[int], free_rows: int) -> Drafts:
+    def propose(self, tokens: list[int], free_rows: int) -> Tree:
         """See Drafter. The draft model first reads the tokens that it has not seen."""
         k = min(self.policy.choose(), free_rows)
         unread = tokens[self.cache.length : -2] if k else []  # the function `propose` reads two
@@ -102,7 +100,7 @@ class ModelDrafter(Drafter):
         drafts, draft_probs = propose(
             self.draft, self.cache, tokens, k, self.sampling, self.randomness, self.vocab_size
         )
-        return torch.tensor([tokens[-1], *drafts]), draft_probs
+        return Tree.chain(tokens[-1], drafts, draft_probs)
 
 
 class CopiesFirst(Drafter):
@@ -115,11 +113,11 @@ class CopiesFirst(Drafter):
         self.flush_pending = other.flush_pending
         self.index = NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
 
-    def propose(self, tokens: list[int], free_rows: int) -> Drafts:
+    def propose(self, tokens: list[int], free_rows: int) -> Tree:
         """See Drafter. Copies are one-hot."""
         self.copied = self.index.continuation(tokens, min(self.policy.choose(), free_rows))
         if self.copied:
-            return torch.tensor([tokens[-1], *self.copied]), []
+            return Tree.chain(tokens[-1], self.copied)
         return self.other.propose(tokens, free_rows)
 
     def observe(self, tree: Tree, path: list[int]) -> None:
@@ -137,7 +135,7 @@ class CopiesInTree(CopiesFirst):
         super().__init__(other, k)
         self.rates = AcceptanceRates(16)
 
-    def propose(self, tokens: list[int], free_rows: int) -> Drafts:
+    def propose(self, tokens: list[int], free_rows: int) -> Tree:
         """See Drafter."""
         self.copied = self.index.continuation(tokens, len(self.rates.rate))
         paths = [tuple(self.copied[: i + 1]) for i in range(len(self.copied))]
