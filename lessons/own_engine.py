@@ -320,7 +320,7 @@ def new_drafter(model: Transformer, tokenizer: Tokenizer, prompt: list[int]) -> 
     found = with_drafter("hybrid", model, tokenizer, {})
     if "head" in found:
         head = found["head"]
-        return head.drafter(model, head.new_cache(model.config.context), offset=0)
+        return head.start(model, head.new_cache(model.config.context))
     draft = found["draft"]
     rows = draft.new_cache()
     draft(prompt[:1], rows)  # which is the second token of no pair

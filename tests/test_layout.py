@@ -61,8 +61,8 @@ def test_no_module_imports_from_a_floor_above_it(path):
 
 
 def test_the_side_ways_that_are_closed():
-    """Methods know only their declaration and vocabulary, except for hybrid, which combines others,
-    and eagle3, which shares fastmtp's loop; nothing imports bench or certify."""
+    """Methods know only their declaration, policies and vocabulary, except for hybrid, which
+    combines others, and eagle3, which shares fastmtp's loop; nothing imports bench or certify."""
     for path in MODULES:
         own, imported = path.relative_to(PACKAGE).parts[0], imports_of(path)
         for target in {"bench", "certify"} - {own.removesuffix(".py"), own}:

@@ -135,7 +135,7 @@ def head_costs(
     def measure() -> dict[int, float]:
         size = model.config.hidden_size * (1 + len(head.feature_layers))
         hidden = model.model.norm.weight.new_zeros(2, size)
-        drafter = head.drafter(model, head.new_cache(capacity_for(model)), offset=0)
+        drafter = head.start(model, head.new_cache(capacity_for(model)))
 
         def round_of_three(width: int) -> None:
             drafter.enqueue(hidden, [0, 0])

@@ -1,8 +1,8 @@
 """The decoding methods, one per file (Jacobi decoding is in lookahead.py), and what they share:
 `declaration` says what a method is, vocabulary chooses the tokens that heads draft from, adaptive
 how much to draft. The methods import only the core (model, cache, sampling, tree, verify), errors,
-declaration and vocabulary; hybrid and eagle3 import other methods, on which they build. They read
-no files, handle no text and measure no time.
+declaration, adaptive and vocabulary; hybrid and eagle3 import other methods, on which they build.
+They read no files, handle no text and measure no time.
 """
 
 import importlib

@@ -112,7 +112,7 @@ Verify = Annotated[
 def head_weights(folder: str) -> Option:
     """The option of the heads that lie in this folder next to a model."""
     help = "directory, file or hub id (default: next to the model)"
-    attribute = "__call__" if folder == "medusa" else "drafter"
+    attribute = "__call__" if folder == "medusa" else "start"
     return Option(help, "weights", attribute=attribute, folder=folder, flag="heads")
 
 

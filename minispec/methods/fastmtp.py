@@ -59,26 +59,19 @@ class RecurrentHead(nn.Module):
         new = KVCache if self.graphs is None else self.graphs.new_cache
         return new(1, c.kv_heads, c.head_dim, capacity, weight.dtype, weight.device)
 
-    def drafter(
-        self, model: Transformer, cache: KVCache, offset: int, **settings
-    ) -> "HeadDrafter":
-        """Return a HeadDrafter that runs this head for `model`."""
-        new = HeadDrafter if self.graphs is None else self.graphs.drafter
-        return new(self, model, cache, offset, **settings)
-
     def start(
-        self, model: Transformer, cache: KVCache, head_cache: KVCache | None, **settings
+        self, model: Transformer, cache: KVCache, head_cache: KVCache | None = None, **settings
     ) -> "HeadDrafter":
         """Return a drafter for a run that continues `cache`. Without a `head_cache`, the head never
         sees the text in it. With one, the target reads the text from its last row on again, as the
-        head needs the hidden states."""
+        head needs the hidden states. The `settings` are those of HeadDrafter."""
+        new = HeadDrafter if self.graphs is None else self.graphs.drafter
         if head_cache is None:
-            new_cache = self.new_cache(cache.capacity)
-            return self.drafter(model, new_cache, cache.length, **settings)
+            return new(self, model, self.new_cache(cache.capacity), cache.length, **settings)
         # row j of the head has read token j + 1, so the token after the kept ones may differ
         head_cache.truncate(min(head_cache.length, max(cache.length - 1, 0)))
         cache.truncate(head_cache.length)
-        return self.drafter(model, head_cache, 0, **settings)
+        return new(self, model, head_cache, 0, **settings)
 
     def vocabulary(self, model: Transformer, chosen: Vocabulary | None = None) -> Vocabulary:
         """Return the `chosen` vocabulary, by default all of the target's tokens. Raises UserError
