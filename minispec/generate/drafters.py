@@ -17,13 +17,7 @@ from minispec.cli import UserError, read_json
 from minispec.fast import optimize, optimize_drafter
 from minispec.fast.cost import cost_curve, draft_cost, head_costs, heads_cost
 from minispec.methods import find_method
-from minispec.methods.adaptive import (
-    Adaptive,
-    AdaptiveK,
-    AdaptiveNodes,
-    AdaptiveTree,
-    grow_tree,
-)
+from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree, Policy, grow_tree
 from minispec.methods.declaration import Method
 from minispec.methods.eagle3 import OWN_VOCABULARY
 from minispec.methods.medusa import MedusaHeads
@@ -157,7 +151,7 @@ def with_policies(
     return options | policies
 
 
-def policy_of(what: str, method: Method, model: Transformer, options: dict) -> Adaptive:
+def policy_of(what: str, method: Method, model: Transformer, options: dict) -> Policy:
     """The policy that "auto" stands for, by `what` it chooses: drafts, copies, nodes or paths."""
     head, draft, heads = map(options.get, ("head", "draft", "heads"))
     if what == "nodes" and head is None:

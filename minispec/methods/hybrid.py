@@ -109,9 +109,14 @@ class CopiesFirst(Drafter):
 
     def __init__(self, other: Drafter, k: int | Policy):
         self.other, self.policy, self.copied = other, as_policy(k), []
-        self.feature_layers, self.enqueue = other.feature_layers, other.enqueue
-        self.flush_pending = other.flush_pending
+        self.feature_layers = other.feature_layers
         self.index = NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
+
+    def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
+        self.other.enqueue(hidden, tokens)
+
+    def flush_pending(self) -> None:
+        self.other.flush_pending()
 
     def propose(self, tokens: list[int], free_rows: int) -> Tree:
         """See Drafter. Copies are one-hot."""
