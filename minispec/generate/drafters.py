@@ -34,7 +34,7 @@ FLAGS = {"draft": ("--draft", "--draft"), "medusa": ("--heads", "--heads"),
 def with_drafter(
     method: str | Callable | Method, model: Transformer, tokenizer: Tokenizer | None, options: dict
 ) -> dict:
-    """The method's options; a missing draft or missing heads are loaded from next to the model."""
+    """Return the method's options. Load a missing draft or heads from next to the model."""
     for argument, folder in missing_drafters(find_method(method), model, options).items():
         key = folder, model.device, model.dtype, tokenizer is None
         if key not in model.memo:
@@ -45,9 +45,9 @@ def with_drafter(
 
 
 def missing_drafters(method: Method, model: Transformer, options: dict) -> dict[str, str]:
-    """The arguments that a method needs and the options lack, and the folder that each comes from:
-    those without a default or, if all have one and none is given, the first that lies next to the
-    model. Raises UserError if one of them does not."""
+    """The arguments that a method needs and the options lack, and the folder of each: those without
+    a default or, if all have one and none is given, the first that lies next to the model. Raises
+    UserError if one of them does not."""
     folders = {name: option.folder for name, option in method.of_kind("weights").items()}
     required = {n: f for n, f in folders.items() if method.options[n][1] is Parameter.empty}
     if not required and not any(options.get(name) is not None for name in folders):
@@ -70,8 +70,8 @@ def load_drafter(
     folder: str, model: Transformer, tokenizer: Tokenizer | None,
     source: str | os.PathLike | None = None, vocabulary: str | None = None, size: int | None = None,
 ) -> dict:  # fmt: skip
-    """Load what lies in a `folder` of this name (draft, medusa, mtp, eagle3, or a method's name for
-    its own), as the options of a method, from `source` (default: from next to the model).
+    """Load a draft model or heads, as the options of a method. `folder` is draft, medusa, mtp,
+    eagle3, or the name of a method; `source` is by default that folder next to the model.
 
     Heads also get the `vocabulary` of a file, by default the vocabulary.json next to them, if any,
     with at most `size` tokens per language. "none" is the full vocabulary. An EAGLE-3 head has its

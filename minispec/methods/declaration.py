@@ -33,7 +33,7 @@ from minispec.verify import Rule
 class Option:
     """A keyword argument of a method.
 
-    `kind` is number (also true or false), paths (of a tree), weights (of what drafts, which lie in
+    `kind` is number (also true or false), paths (of a tree), weights (of a drafter, which lie in
     `folder` next to a model), vocabulary, sampling, rule or cache. A number must be at least
     `least` (a default may be less) and, on the command line, at most `most`. With `auto` it may
     also be "auto" or a policy, which chooses the number of drafts, of copies or of nodes, or the
@@ -121,9 +121,9 @@ def head_weights(folder: str) -> Option:
 
 @dataclass(frozen=True)
 class Method:
-    """A method and what it says about itself.
+    """A method and its declaration.
 
-    `cases` are the options to prove and test it with; what drafts is added, and "auto" stands for
+    `cases` are the options to prove and test it with; its drafter is added, and "auto" stands for
     policies. `bench` are the rows that `minispec.bench` measures by default. `waits` is how often a
     greedy and a sampled round wait for the device (None: once per draft token and for the target),
     by the option that says what is drafted ("": any other; name=auto: if a policy chooses it).

@@ -83,7 +83,7 @@ class Eagle3Head(RecurrentHead, SubsetIds):
         self.register_buffer("ids", self.host_ids.clone(), persistent=False)
 
     def vocabulary(self, model: Transformer, chosen: Vocabulary | None = None) -> "Eagle3Head":
-        """The head itself. Raises UserError if something else was chosen."""
+        """Return the head itself. Raises UserError if another vocabulary was chosen."""
         if chosen not in (None, self):
             raise UserError(OWN_VOCABULARY)
         return self
@@ -94,12 +94,12 @@ class Eagle3Head(RecurrentHead, SubsetIds):
         return model.model.embed_tokens(tokens) if own is None else own(tokens)
 
     def project_features(self, hidden: Tensor) -> Tensor:
-        """The target's hidden states, each followed by those that enter `feature_layers`, are
-        reduced to (..., n, d)."""
+        """Reduce the target's hidden states, each followed by those that enter `feature_layers`, to
+        (..., n, d)."""
         return self.fc(hidden[..., self.target_size :])
 
     def run_block(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
-        """`forward`, given the context of the pass."""
+        """See MTPHead."""
         return self.midlayer(hidden, embedded, ctx)
 
     def logits(self, hidden: Tensor) -> Tensor:

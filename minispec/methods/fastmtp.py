@@ -113,7 +113,7 @@ class MTPHead(RecurrentHead, Block):
         self.final_layernorm = nn.RMSNorm(size, eps)
 
     def run_block(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
-        """`forward`, given the context of the pass."""
+        """Run a pass in the given context."""
         pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # in this order
         return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), ctx))
 
@@ -127,10 +127,10 @@ Values = dict[tuple[int, ...], float]  # of a tree's candidates, by the tokens o
 
 
 class Drafter:
-    """Drafts for the target of `draft_and_verify`, as much as its `policy` chooses."""
+    """Proposes the drafts of `draft_and_verify`; its `policy` chooses how many."""
 
     policy: Policy
-    feature_layers: tuple[int, ...] = ()  # of the target, whose inputs it reads, too
+    feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs it also reads
 
     def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
         """Keep hidden states (n, d) of the target, and the token that follows each, for later."""
