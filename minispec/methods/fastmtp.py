@@ -366,7 +366,7 @@ def draft_and_verify(
 
 
 def read_prompt(
-    model: Transformer, cache: KVCache, tokens: list[int], drafter: HeadDrafter
+    model: Transformer, cache: KVCache, tokens: list[int], drafter: Drafter
 ) -> None:
     """Feed all tokens but the newest, which is the root of the next tree, to the target and its
     hidden states to the drafter."""

@@ -36,7 +36,7 @@ def speculative(
     `draft_cache` may hold the draft's rows for a prefix of the prompt, as `cache` may hold the
     target's. The two vocabularies may differ in size by padding.
     """
-    policy = as_policy(k)
+    policy, draft_sampling = as_policy(k), draft_sampling or sampling
     cache = cache or model.new_cache()
     draft_cache = draft_cache or draft.new_cache(cache.capacity)
     tokens = list(prompt)
@@ -49,9 +49,8 @@ def speculative(
         gamma = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
         # x_1 … x_γ, each drawn from the q of its own draft pass
         drafts, draft_probs = propose(
-            draft, draft_cache, tokens, gamma, draft_sampling or sampling, randomness,
-            model.config.vocab_size,
-        )  # fmt: skip
+            draft, draft_cache, tokens, gamma, draft_sampling, randomness, model.config.vocab_size
+        )
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
         # p_1 … p_{γ+1}, in one pass of the target
         p = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
