@@ -1,5 +1,7 @@
 """certify catches every mutant, tests black boxes, and explains the difference of two runs."""
 
+import contextlib
+import copy
 import hashlib
 import json
 import math
@@ -10,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -18,6 +21,7 @@ from conftest import ROOT, file_limit
 
 from lessons.assignments.mutants import MUTANTS
 from minispec import machine
+from minispec.cache import KVCache
 from minispec.certify.__main__ import main
 from minispec.certify.common import Verdict
 from minispec.certify.methods import cases
@@ -450,3 +454,63 @@ def test_runs_in_bfloat16_are_judged_by_its_rounding(tmp_path, capsys):
         verdicts[dtype] = out.count(": a tie"), out.count(": a bug")
     ties, bugs = verdicts["bfloat16"]
     assert 0 < ties < 40 and bugs == 40 - ties and verdicts["float32"][0] < ties
+
+
+def rejected_draft_kept(self: KVCache, path: list[int]) -> None:
+    """The row of a rejected draft stays in the cache."""
+    commit(self, path)
+    self.length += self.drafted > len(path)
+
+
+def note_drafts(self: KVCache, n: int, *arguments):
+    self.drafted = n
+    return place(self, n, *arguments)
+
+
+def wrong_positions(self: KVCache, n: int, depth: torch.Tensor, mask: torch.Tensor):
+    return place(self, n, depth + (depth > 0), mask)
+
+
+commit, place = KVCache.commit, KVCache.place
+PLANTED = {
+    "rejected draft": [(KVCache, "commit", rejected_draft_kept), (KVCache, "place", note_drafts)],
+    "positions": [(KVCache, "place", wrong_positions)],
+}
+
+
+def greedy_run(model, prompt: list[int], dtype: str | None, together: bool) -> dict:
+    method = cases.bound("prompt-lookup", k=4) if together else PLAIN
+    tokens = first_tokens(method, model, prompt, Sampling(), Seeded(), 30)
+    stats = {"dtype": dtype} if dtype else {}
+    return {"prompt_ids": prompt, "tokens": list(tokens), "stats": stats}
+
+
+@pytest.mark.parametrize("planted", ["", *PLANTED])
+def test_runs_in_any_precision_are_ties_unless_one_has_a_bug(planted, tmp_path, capsys):
+    """An earlier version called right runs in bfloat16 and float16 a bug, and a rejected draft that
+    stays in the cache a tie."""
+    save(MODEL, None, tmp_path / "model")
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    prompts = [random.Random(seed).choices(range(4), k=12) for seed in range(10)]
+    for first, second in ("bfloat16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float16"):
+        runs = {a: [], b: []}
+        for file, dtype in (a, first), (b, second):
+            model = copy.deepcopy(MODEL).to(getattr(torch, dtype))
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                for patch in PLANTED.get(planted, ()) if file is b else ():
+                    stack.enter_context(mock.patch.object(*patch))
+                runs[file] = [greedy_run(model, prompt, dtype, file is b) for prompt in prompts]
+            file.write_text(lines(*runs[file]))
+        out = run("--compare", str(a), str(b), "--model", str(tmp_path / "model"),
+                  code=bool(planted), capsys=capsys)  # fmt: skip
+        assert (": a bug" in out) == bool(planted), out
+        assert planted or ": a tie" in out or first == second
+
+
+def test_a_precision_that_is_not_stated_is_named(tmp_path, capsys):
+    save(MODEL, None, tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text(lines({}))
+    (tmp_path / "b.jsonl").write_text(lines({"tokens": other(4)}))
+    files = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    out = run("--compare", *files, "--model", str(tmp_path / "model"), code=1, capsys=capsys)
+    assert "rounding in float32 (assumed: no stats.dtype) may reverse 0.001: a bug" in out

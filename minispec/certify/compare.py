@@ -14,18 +14,22 @@ from minispec.certify.common import Verdict, first_difference
 from minispec.cli import UserError, user_error
 from minispec.generate.api import common_prefix_length
 from minispec.model import Transformer
-from minispec.remote.identity import are_known
+from minispec.remote.identity import answer_logits, are_known
 
 TIE = 1e-3  # with a smaller top-2 logit gap, float32 rounding may decide which token wins
 # types whose rounding is measured instead, as in the stats of a run
 COARSE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ROWS = 1, 4, 64  # of the last pass, when the rounding is measured: alone, as drafts, with the rest
+LIKELY, DEVIATIONS = 32, 4.0  # tokens whose errors are measured; a tie is within so many deviations
+ASSUMED = "float32 (assumed: no stats.dtype)"
 BUG = "a bug (or --model is not the model of these runs)"
 OPTION_REASONS = "length", "stop", "context", "interrupted"  # set by options, not by the model
 
 
 def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
-    """Report each line's first divergence, its top-2 gap, and tie or bug; `model` in float64. For
-    runs in bfloat16 or float16, what counts as a tie is measured."""
+    """Report each line's first divergence, and tie or bug; `model` in float64. From there on, every
+    token of each run must be the best of the model with weights in the run's own precision, as far
+    as its rounding can tell, which is measured for bfloat16 and float16."""
     left, right = read_runs(a), read_runs(b)
     reference_for = cache(partial(Reference, model))
     if len(left) != len(right):
@@ -36,14 +40,13 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
             raise UserError(f"line {i}: the prompts of {a} and {b} differ")
         if temperature := sampled_at(x) or sampled_at(y):
             raise UserError(f"line {i}: sampled at temperature {temperature}; compare greedy runs")
-        dtypes = [run["stats"].get("dtype") for run in (x, y)]
-        coarse = tuple(COARSE[name] for name in COARSE for dtype in dtypes if dtype == name)
-        yield Verdict("compare", f"line {i}", *explain(x, y, reference_for(coarse)))
+        runs = [x | {"file": a}, y | {"file": b}]
+        yield Verdict("compare", f"line {i}", *explain(*runs, reference_for))
 
 
 class Reference:
-    """A model in float64, and how far rounding may move its logits. If both runs are coarse, they
-    share the model with rounded weights; otherwise rounding the weights is part of the error."""
+    """A model in float64, and how far rounding may move its logits. If two coarse types are given,
+    its weights are rounded to the first; otherwise rounding the weights is part of the error."""
 
     def __init__(self, model: Transformer, coarse: Sequence[torch.dtype] = ()):
         self.model, self.rounded = model, None
@@ -59,28 +62,63 @@ class Reference:
 
     @torch.no_grad()
     def tie(self, tokens: list[int]) -> float:
-        """The largest gap after `tokens` that rounding may reverse. In a coarse type, twice the
-        largest error of any logit, since one token may lose as much as another gains."""
+        """The largest gap after `tokens` that rounding may reverse. It is measured in coarse types:
+        how far the likeliest tokens move towards the best one, or away from it, if the last tokens
+        are decoded alone or together."""
         if self.rounded is None:
             return TIE
-        rounded = self.rounded.logits(self.rounded(tokens)[0, -1])
-        return 2 * float((rounded.double() - self.logits(tokens)).abs().max())
+        exact, squares = self.logits(tokens), []
+        best, *others = exact.topk(min(LIKELY, len(exact))).indices.tolist()
+        for rows in ROWS:
+            cache = self.rounded.new_cache(len(tokens))
+            self.rounded.prefill(tokens[:-rows], cache)
+            hidden = self.rounded(tokens[cache.length :], cache)
+            error = self.rounded.logits(hidden[0, -1]).double() - exact
+            squares.append((error[others] - error[best]).square().mean())
+        return DEVIATIONS * float(torch.stack(squares).mean().sqrt())
 
 
-def explain(x: dict, y: dict, reference: Reference) -> tuple[bool, str]:
+def explain(x: dict, y: dict, reference_for) -> tuple[bool, str]:
     """Return whether two runs on one prompt may come from the same model, and why."""
-    at, gap = divergence(reference, x["prompt_ids"], x["tokens"], y["tokens"])
-    shorter = min(x, y, key=lambda run: len(run["tokens"]))
-    if at is None:
-        return True, f"all {len(x['tokens'])} tokens are identical"
-    if at == len(shorter["tokens"]) and shorter.get("finish_reason") in OPTION_REASONS:
-        reason = shorter["finish_reason"]
-        return True, f"identical for {at} tokens, then one run ended ({reason}): same options?"
-    where = f"{first_difference(x['tokens'], y['tokens'])}; top-2 gap {gap:.4g}"
-    if math.isinf(gap):
-        return False, f"{where}: {BUG}"
-    tie = reference.tie(x["prompt_ids"] + x["tokens"][:at])
-    return gap < tie, f"{where}, rounding may reverse {tie:.2g}: {'a tie' if gap < tie else BUG}"
+    a, b = x["tokens"], y["tokens"]
+    at, shorter = common_prefix_length(a, b), min(x, y, key=lambda run: len(run["tokens"]))
+    if a == b:
+        return True, f"all {len(a)} tokens are identical"
+    if at == len(shorter["tokens"]):
+        if (reason := shorter.get("finish_reason")) in OPTION_REASONS:
+            return True, f"identical for {at} tokens, then one run ended ({reason}): same options?"
+        return False, f"{first_difference(a, b)}; top-2 gap inf: {BUG}"
+    judged = []
+    for run in x, y:
+        precision = run["stats"].get("dtype") or ASSUMED
+        coarse = [COARSE[precision]] * 2 if precision in COARSE else []
+        judged.append((*worst_token(reference_for(tuple(coarse)), run, at), precision, run))
+    worst, gap, tie, precision, run = max(judged, key=lambda each: each[1] / each[2])
+    where = first_difference(a, b)
+    if gap == 0:  # runs in two precisions
+        precisions = " and ".join(precision for *_, precision, _ in judged)
+        return True, f"{where}; each is the best with weights in {precisions}: a tie"
+    where += f"; {run['tokens'][worst]} at {worst} of {run['file']}: top-2 gap {gap:.4g}"
+    reverse = f"rounding in {precision} may reverse {tie:.2g}"
+    return gap < tie, f"{where}, {reverse}: {'a tie' if gap < tie else BUG}"
+
+
+@torch.no_grad()
+def worst_token(reference: Reference, run: dict, start: int) -> tuple[int, float, float]:
+    """Return the first token from `start` on that rounding cannot explain, else the one that it
+    explains worst: its index, how far it is below the best one, and how far it may be."""
+    prompt, tokens, worst = run["prompt_ids"], run["tokens"], (start, 0.0, TIE)
+    if not are_known(reference.model, [*prompt, *tokens]):
+        return start, math.inf, TIE
+    logits = answer_logits(reference.model, prompt, tokens)  # (n, V)
+    below = logits.max(-1).values - logits[torch.arange(len(tokens)), tokens]
+    for at in range(start, len(tokens)):
+        if below[at] > 0:
+            one = at, float(below[at]), reference.tie(prompt + tokens[:at])
+            worst = max(worst, one, key=lambda each: each[1] / each[2])
+        if worst[1] >= worst[2]:
+            break
+    return worst
 
 
 def divergence(
