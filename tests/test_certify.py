@@ -228,6 +228,20 @@ def test_junit_shows_each_row(tmp_path, capsys):
     assert repeat[-2:] == ["--only", "greedy: prompts around block sizes"]
 
 
+def test_reports_are_written_as_rows_finish(tmp_path, capsys, monkeypatch):
+    def verdicts(args, folder):
+        yield Verdict("greedy", "first", True, "")
+        yield Verdict("greedy", "second", False, "")
+        raise KeyboardInterrupt  # the job is ended
+
+    monkeypatch.setattr("minispec.certify.__main__.make_verdicts", verdicts)
+    junit, file = tmp_path / "report.xml", tmp_path / "report.json"
+    run("--junit", str(junit), "--json", str(file), code=130, capsys=capsys)
+    assert [case.get("name") for case in ElementTree.parse(junit).getroot()] == ["first", "second"]
+    report = json.loads(file.read_text())
+    assert len(report["verdicts"]) == 2 and not report["finished"] and not report["passed"]
+
+
 @pytest.mark.parametrize("flag", ["--json", "--junit"])
 def test_on_a_full_disk_the_earlier_report_stays(flag, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "commit", lambda: None)  # git would leave its lock behind

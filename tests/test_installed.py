@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,27 @@ def test_heads_for_the_default_model_come_with_it(installed, tmp_path):
         done = run(installed, tmp_path, "-m", "minispec.generate", "hi", "--method", "fastmtp",
                    "--max-new-tokens", "8", "--stats")  # fmt: skip
         assert done.returncode == 0 and "fastmtp: 8 tokens" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_the_workflow_of_the_certifiers_readme_runs_in_a_fresh_environment(tmp_path):
+    """Its steps in order, with this commit, and torch in the version at hand."""
+    readme = (ROOT / "minispec" / "certify" / "README.md").read_text(encoding="utf-8")
+    workflow = readme.split("```yaml\n")[1].split("```")[0]
+    engine = readme.split("```python\n")[1].split("```")[0]
+    (tmp_path / "engine.py").write_text(engine)
+    assert "timeout-minutes: " in workflow
+    install_torch, install, certify = re.findall(r"- run: (.*)", workflow)
+    assert install_torch == "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    assert "@COMMIT" in install and certify.startswith("minispec certify --impl engine.py:decode")
+    venv.create(tmp_path / "venv", with_pip=True)
+    env = {key: x for key, x in os.environ.items() if key != "PYTHONPATH"}
+    env["PATH"] = f"{tmp_path / 'venv' / 'bin'}:{env['PATH']}"
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    here = re.sub(r"git\+https://\S+@COMMIT", f"git+file://{ROOT}@{head}", install)
+    steps = f"pip install torch=={torch.__version__}", here, f"{certify} --only 'limits: lengths'"
+    for step in steps:
+        done = subprocess.run(step, shell=True, cwd=tmp_path, env=env, capture_output=True,
+                              text=True)  # fmt: skip
+        assert done.returncode == 0, (step, done.stdout[-1000:], done.stderr[-1000:])
+    assert "no loss found" in done.stdout and "lengths" in (tmp_path / "lossless.xml").read_text()

@@ -160,15 +160,23 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with cli.stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
         folder = args.save or Path(temporary)
-        rows = report.print_table(make_verdicts(args, folder), None if args.json is True else out)
-        seconds = time.perf_counter() - begin
         subject = args.impl if args.impl is not None else args.server
-        text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
-        print(text if args.json is True else report.summary(rows, seconds), file=out)
-        if isinstance(args.json, Path):
-            write_text(args.json, text + "\n")
-        if args.junit:
-            report.write_junit(rows, seconds, argv, args.junit)
+
+        def save(rows: list[Verdict], finished: bool = False) -> str:
+            """Write the reports on the rows so far; return what is printed at the end."""
+            seconds = time.perf_counter() - begin
+            if args.junit:
+                report.write_junit(rows, seconds, argv, args.junit)
+            if isinstance(args.json, Path) or (args.json and finished):
+                text = report.json_report(rows, seconds, argv, subject, folder, finished)
+                if args.json is True:
+                    return text
+                write_text(args.json, text + "\n")
+            return report.summary(rows, seconds)
+
+        table = None if args.json is True else out
+        rows = report.print_table(make_verdicts(args, folder), table, save)
+        print(save(rows, finished=True), file=out)
     sys.exit(report.conclude(rows)[0])
 
 

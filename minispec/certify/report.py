@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -27,8 +27,10 @@ for flag in "--json", "--junit", "--save", "--only":
     NOT_REPEATED.add_argument(flag, nargs="?")
 
 
-def print_table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict]:
-    """Collect all verdicts, printing each as it comes if there is an `out`."""
+def print_table(
+    verdicts: Iterable[Verdict], out: TextIO | None, save: Callable[[list[Verdict]], object] = len
+) -> list[Verdict]:
+    """Collect all verdicts. After each, print it if there is an `out`, and save all so far."""
     rows = []
     for v in verdicts:
         v = replace(v, case=printable(v.case), detail=printable(v.detail))  # a server's text
@@ -36,6 +38,7 @@ def print_table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict
         if out:
             status = STATUS_LABELS[v.passed]
             print(f"{status}  {v.check:<14}{v.case:<43} {v.detail}", file=out, flush=True)
+        save(rows)
     return rows
 
 
@@ -68,14 +71,16 @@ def summary(rows: list[Verdict], seconds: float) -> str:
 
 
 def json_report(
-    rows: list[Verdict], seconds: float, argv: list[str], subject: str | None, folder: Path
-) -> str:
+    rows: list[Verdict], seconds: float, argv: list[str], subject: str | None, folder: Path,
+    finished: bool = True,
+) -> str:  # fmt: skip
     """Return one JSON object with all that is needed to repeat the examination of a `subject`, the
     name of a function or server. The checkpoints lie in `folder`."""
     configs = sorted(folder.rglob("config.json"))
     code, verdict = conclude(rows)
     report = {
-        "passed": code == PASSED, "exit_code": code, "verdict": verdict, "seconds": seconds,
+        "finished": finished, "passed": finished and code == PASSED,
+        "exit_code": code, "verdict": verdict, "seconds": seconds,
         **describe_machine(), "subject": subject, **describe_subject(subject),
         "command": command_line("minispec.certify", argv),
         "checkpoints": {str(c.parent.relative_to(folder)): digest(c.parent) for c in configs},
