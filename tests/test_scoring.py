@@ -1,6 +1,7 @@
 """Scores of sampled sequences, on models whose distribution is known."""
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from conftest import random_model
 
 from minispec.certify.conventions import warper
-from minispec.certify.scoring import FIRST, Scores, normalise_end, smallest_p
+from minispec.certify.scoring import FIRST, Scores, deviation, normalise_end, smallest_p
 from minispec.certify.toys import small_model
 from minispec.generate import decode
 from minispec.remote.identity import largest_gap
@@ -71,6 +72,22 @@ def test_a_bias_at_any_position_is_detected(position):
     samples = [(*s[:position], rng.randrange(8), *s[position + 1 :]) for s in sample(model, 120)]
     p, where, _ = smallest_p(score(model, samples), samples)
     assert p < 1e-6 and (f"{position + 1}" in where or where.startswith((FIRST, "all")))
+
+
+def test_the_cell_that_deviates_most_is_named_with_a_sample_in_it():
+    """Token 5 comes first more often than it should, which the first tokens and bins show."""
+    model = small_model(3, 8, layers=1)
+    samples = sample(model, 200)
+    samples[:80] = [(5, *s[1:]) for s in samples[:80]]
+    scores, fair = score(model, samples), sample(model, 200)
+    text, index = deviation(scores, samples, None, FIRST)
+    found, expected = map(int, re.fullmatch(r"tokens \(5.*\) (\d+) times .* (\d+)", text).groups())
+    assert found > 2 * expected and samples[index][0] == 5
+    text, index = deviation(scores, samples, None, "token 1")
+    assert re.fullmatch(r"bin \(\d,\) of 10, likeliest first, \d+ times instead of 20", text)
+    assert samples[index][0] == 5
+    text, index = deviation(scores.add(fair), samples, fair, "token 1")
+    assert samples[index][0] == 5, text
 
 
 @pytest.mark.slow

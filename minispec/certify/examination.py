@@ -14,7 +14,7 @@ from minispec.certify import common
 from minispec.certify.common import GREEDY, Failed, NotSupported, Result, RowTimeOver, Verdict
 from minispec.certify.compare import TIE, Reference, divergence
 from minispec.certify.conventions import Conventions, warper
-from minispec.certify.scoring import Scores, Warp, normalise_end, smallest_p
+from minispec.certify.scoring import Scores, Warp, deviation, normalise_end, smallest_p
 from minispec.certify.statistics import FALSE_ALARM
 from minispec.model import Transformer
 from minispec.remote.client import RequestError
@@ -259,6 +259,7 @@ class Samples:
         self.samples: list[list[tuple[int, ...]]] = [[] for _ in exam.decoders]
         self.scores: dict[Warp, Scores] = {}
         self.p = self.bias = 1.0  # of the last test
+        self.example = 0  # seed of an answer in the cell that deviates most
 
     def draw(self, runs: int) -> str:
         """Draw samples until there are `runs`; describe the first invalid one, or return ""."""
@@ -288,6 +289,9 @@ class Samples:
         if (share := scores.uncertain(5 / len(samples))) > 0.01:
             return None, f"rounding may decide which tokens are kept in {share:.0%} of the answers"
         self.p, where, self.bias = smallest_p(scores, samples, *others)
+        if self.p <= alarm:
+            cell, self.example = deviation(scores, samples, *(others or [None]), where)
+            where = f"{where} ({cell})"
         everywhere = f", of {self.bias / self.n**0.5:.2f} at all" if not others else ""
         runs, p = f"{len(samples)} runs of {self.n} tokens", f"{self.p:.2g} (limit {alarm:.0e})"
         detail = f"p = {p} at {where}, {runs}; a TV of {self.bias:.2f} at one token{everywhere}"
@@ -312,7 +316,9 @@ def samples_fit(exam: Examination, request: Request, runs: int) -> Result:
         if not result[0] or samples.bias <= TARGET_BIAS or count >= runs or late:
             break
         count *= 2
-    exam.remember(request, seeds=[0, min(count, runs) - 1], detectable_tv=samples.bias)
+    tokens, seeds = [*samples.samples[0][samples.example]], [0, min(count, runs) - 1]
+    exam.remember(request._replace(seed=samples.example), tokens=tokens, seeds=seeds,
+                  detectable_tv=samples.bias)  # fmt: skip
     if len(set(samples.samples[0])) == 1 and result[0] is False:
         result = False, "the same tokens for every seed"
     return exam.conventions.resolve(request.sampling, result, lambda w: samples.test(w, alarm))

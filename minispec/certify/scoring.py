@@ -184,6 +184,26 @@ def smallest_p(
     return min(1.0, len(results) * p), where, bias
 
 
+def deviation(
+    scores: Scores, samples: list[Tokens], other: list[Tokens] | None, name: str
+) -> tuple[str, int]:
+    """Describe the cell of a test whose count deviates most, and return the index of a sample that
+    lies in the cell."""
+    cells = scores.cells(5 / (len(samples) + len(other or [])))
+    counts = count_bins(scores, cells, samples)[name]
+    if other is None:
+        exact = cells if name == FIRST else UNIFORM[len(next(iter(counts)))]
+    else:
+        others = count_bins(scores, cells, other)[name]
+        exact = {key: n / others.total() for key, n in others.items()}
+    expected = {key: counts.total() * exact.get(key, 0.0) for key in counts.keys() | exact.keys()}
+    worst = max(expected, key=lambda x: abs(counts[x] - expected[x]) / (expected[x] + 1) ** 0.5)
+    holding = (i for i, x in enumerate(samples) if count_bins(scores, cells, [x])[name][worst])
+    bins = BINS if len(worst) == 1 else PAIR_BINS
+    cell = f"tokens {worst}" if name == FIRST else f"bin {worst} of {bins}, likeliest first,"
+    return f"{cell} {counts[worst]} times instead of {expected[worst]:.0f}", next(holding, 0)
+
+
 def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> dict[str, Counter]:
     """Count the samples in the bins of each test."""
     counts: dict[str, Counter] = defaultdict(Counter)
