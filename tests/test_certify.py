@@ -295,6 +295,13 @@ def test_the_exit_code_tells_a_loss_from_an_examination_that_proved_nothing(caps
     assert out.endswith("\nnothing was examined: no row was judged\n")
 
 
+def test_rows_that_lacked_time_are_counted_in_the_last_line():
+    rows = [Verdict("exact", "a", None, "not enough time to enumerate three tokens"),
+            Verdict("exact", "b", True, ""), Verdict("greedy", "c", True, "")]  # fmt: skip
+    verdict = "no loss found; 1 row had not enough time (--thorough has more)"
+    assert conclude(rows) == (0, verdict)
+
+
 GREEDY_PASS, CHI2 = ("greedy", True), ("statistical", True)
 
 

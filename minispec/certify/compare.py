@@ -61,21 +61,23 @@ class Reference:
         return self.model.logits(self.model(tokens)[0, -1])
 
     @torch.no_grad()
-    def tie(self, tokens: list[int]) -> float:
-        """The largest gap after `tokens` that rounding may reverse. It is measured in coarse types:
-        how far the likeliest tokens move towards the best one, or away from it, if the last tokens
-        are decoded alone or together."""
+    def tie(self, tokens: list[int], chosen: int | None = None) -> float:
+        """The largest gap after `tokens` that rounding may reverse, for a `chosen` token if given.
+        It is measured in coarse types: how far the likeliest tokens and the chosen one move towards
+        the best one, or away from it, if the last tokens are decoded alone or together."""
         if self.rounded is None:
             return TIE
-        exact, squares = self.logits(tokens), []
-        best, *others = exact.topk(min(LIKELY, len(exact))).indices.tolist()
+        exact, errors = self.logits(tokens), []
+        best, *likely = exact.topk(min(LIKELY, len(exact))).indices.tolist()
         for rows in ROWS:
             cache = self.rounded.new_cache(len(tokens))
             self.rounded.prefill(tokens[:-rows], cache)
             hidden = self.rounded(tokens[cache.length :], cache)
             error = self.rounded.logits(hidden[0, -1]).double() - exact
-            squares.append((error[others] - error[best]).square().mean())
-        return DEVIATIONS * float(torch.stack(squares).mean().sqrt())
+            errors.append(error - error[best])
+        moves = torch.stack(errors)  # (ways, V)
+        own = moves[:, best if chosen is None else chosen].abs().max()
+        return max(DEVIATIONS * float(moves[:, likely].square().mean().sqrt()), 2 * float(own))
 
 
 def explain(x: dict, y: dict, reference_for) -> tuple[bool, str]:
@@ -114,7 +116,7 @@ def worst_token(reference: Reference, run: dict, start: int) -> tuple[int, float
     below = logits.max(-1).values - logits[torch.arange(len(tokens)), tokens]
     for at in range(start, len(tokens)):
         if below[at] > 0:
-            one = at, float(below[at]), reference.tie(prompt + tokens[:at])
+            one = at, float(below[at]), reference.tie(prompt + tokens[:at], tokens[at])
             worst = max(worst, one, key=lambda each: each[1] / each[2])
         if worst[1] >= worst[2]:
             break

@@ -21,6 +21,7 @@ from minispec.machine import command_line, describe_machine, package_version
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
 SAMPLED = "exact", "statistical", "distribution"  # the checks of samples
 STATUS_LABELS = {True: "pass", False: "FAIL", None: "skip"}
+NO_TIME = "not enough time"  # the reason of a skipped row
 PASSED, LOSS, NOT_EXAMINED, NOT_SAMPLED = 0, 1, 2, 3  # exit codes
 NOT_REPEATED = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 for flag in "--json", "--junit", "--save", "--only":
@@ -55,7 +56,9 @@ def conclude(rows: list[Verdict]) -> tuple[int, str]:
         return PASSED, "no loss found; sampling was left out"
     if not any(v.passed for v in sampled):
         return NOT_SAMPLED, f"sampling was not examined: {reason}"
-    verdict = "no loss found"
+    verdict, late = "no loss found", sum(NO_TIME in v.detail for v in rows if v.passed is None)
+    if late:
+        verdict += f"; {late} row{'s' * (late > 1)} had {NO_TIME} (--thorough has more)"
     if {v.passed for v in sampled if v.check == "exact"} == {None}:
         verdict += "; every exact row was skipped"
     if (tv := max(v.detectable_tv or 0.0 for v in sampled if v.passed)) > 0.1:

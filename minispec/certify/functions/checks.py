@@ -240,7 +240,8 @@ def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
             break
         n += 1 if found.complete else 2
     if proven < min(3, longest) and time.monotonic() > end:  # the second may have had no draft
-        return None, "not enough time to enumerate three tokens (--thorough has more)"
+        seen = "; ".join(details.values()) or "nothing seen"
+        return None, f"not enough time to enumerate three tokens (--thorough has more): {seen}"
     if proven < 2:  # the first token is generated before any draft
         return None, f"too many outcomes: {found.covered:.0%} found for sequences of {n} tokens"
     return True, "; ".join(details.values())

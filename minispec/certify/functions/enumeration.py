@@ -166,11 +166,11 @@ class Enumeration:
         with self.replaced():
             for made, outcome in enumerate(sample):
                 if bias and time.monotonic() > end:
-                    raise CannotEnumerate(f"{unproven}, as the time was over after {made} of "
+                    raise CannotEnumerate(f"{unproven}: not enough time for more than {made} of "
                                           f"{replays} replays (--thorough has more)")  # fmt: skip
                 self.require_equal(outcome.randomness.script, outcome)
         if bias and not self.favoured_by_free_runs(exact, end):
-            raise CannotEnumerate(f"{unproven}, as its free runs did not favour it in the time")
+            raise CannotEnumerate(f"{unproven}: free runs did not favour it, or not enough time")
 
     def require_equal(self, script: list[int], first: Outcome) -> None:
         """Raise CannotEnumerate if another run of this script differs, or has the same seed."""
