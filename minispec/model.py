@@ -177,6 +177,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: int, width: int | None = None):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self.attend = attend  # fast/bitwise.py gives it another order of sums
         q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         width = width or config.hidden_size
         self.q_proj = nn.Linear(width, q_size, bias=config.qkv_bias)
@@ -196,7 +197,7 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(k), ctx.cos, ctx.sin)
         if ctx.cache is not None:
             k, v = ctx.cache.write(self.layer, ctx.slots, k, v)  # (B, span, kv_heads, head_dim)
-        return self.o_proj(attend(q, k, v, ctx.attn_mask).reshape(B, n, -1))
+        return self.o_proj(self.attend(q, k, v, ctx.attn_mask).reshape(B, n, -1))
 
 
 class MLP(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 from minispec import distributed
 from minispec.checkpoints.load import pick_device
 from minispec.cli import UserError, note
+from minispec.fast.bitwise import make_bitwise
 from minispec.fast.captured import capture_passes
 from minispec.fast.compiled import compile_passes, is_on_gpu
 from minispec.fast.products import (
@@ -28,7 +29,9 @@ from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer
 
 
-def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
+def optimize(
+    model: Transformer, int8: bool = False, compiled: bool = False, bitwise: bool = False
+) -> None:
     """Optimise a loaded model in place, as `generate` and `bench` do. On a CPU, each linear layer
     gets the matrix products that are fastest on this machine (see products.py). They are measured
     the first time, in under a second for a small model. Heads that a method finds next to the model
@@ -36,13 +39,16 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
 
     On a GPU, passes run as CUDA graphs (see captured.py), unless several processes share the model.
 
-    If requested, weights are rounded to int8 and passes are compiled. Raises UserError if
-    compilation is impossible.
+    If requested, weights are rounded to int8 and passes are compiled. With `bitwise`, a row of a
+    pass has the same bits, however many rows share it (see bitwise.py). Raises UserError if this is
+    impossible here.
     """
     if int8:
         names = {layer: name for name, layer in model.named_modules()}
         swap(model, lambda layer: Int8Linear(layer, names[layer]))
         choose_int8_products(model)
+    if bitwise:
+        return make_bitwise(model)
     if compiled and distributed.tensor_parallel.size > 1:
         raise UserError(distributed.NOT_COMPILED)
     if compiled:

@@ -253,12 +253,12 @@ def split(weights: list[Tensor]) -> list[list[Tensor]]:
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def choices_file() -> Path:
+def choices_file(kind: str = "products") -> Path:
     """The file for this processor, instruction set, torch version and number of threads."""
     instructions = torch.backends.cpu.get_cpu_capability()
     system = processor(), instructions, torch.__version__, torch.get_num_threads(), TIMED_ROWS
     digest = blake2b(repr(system).encode(), digest_size=8).hexdigest()
-    return paths.CACHE / f"products-{digest}.json"
+    return paths.CACHE / f"{kind}-{digest}.json"
 
 
 def read_choices(path: Path) -> dict[str, list[str]]:

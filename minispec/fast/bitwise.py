@@ -1,0 +1,315 @@
+"""Bit for bit: a pass over many rows gives each row the very numbers of a pass over that row alone.
+
+A floating-point sum depends on its order, and a product of one row with a matrix is summed in
+another order than a product of four. So speculative decoding in float32 or bfloat16 leaves plain
+decoding's text where two tokens are nearly tied. Here every sum has one order, whatever shares its
+pass:
+
+- A linear layer uses one product, on rows filled up to a multiple of some number: one for which
+  this machine was seen to give each row the same bits, however many rows there are.
+- Attention sums over blocks of keys, counted from the start of the text, one after the other. The
+  keys of a tree's node, which are scattered over the cache, are put in order first.
+
+Everything else (norms, rotations, activations) treats each row alone; `check` compares all modules.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minispec import distributed
+from minispec.cache import KVCache
+from minispec.cli import UserError
+from minispec.fast.products import (
+    INT8_ROWS,
+    MAX_TIME_RATIO_WITH_COPY,
+    TIMED_ROWS,
+    Int8Linear,
+    MeasuredLinear,
+    Times,
+    candidates,
+    choices_file,
+    key_of,
+    time_products,
+    write_choices,
+)
+from minispec.model import Attention, Transformer, additive_mask, attend
+from minispec.tree import Tree
+
+MULTIPLES = 1, 2, 4, 8, 16  # of rows that are tried
+MAX_ROWS = TIMED_ROWS[-1]  # of one product; more are computed in parts
+TYPICAL_ROWS = 1, 4, 8  # of a pass: their time decides between products
+BLOCK = 64  # keys that one product sums over
+QUERIES = 4  # rows of queries are filled up to a multiple of this
+CHUNK = 32  # rows whose attention is computed together
+CHECKED_ROWS = 21  # of the passes that `check` compares
+
+
+def make_bitwise(model: Transformer) -> None:
+    """Give every row of the model's passes the bits of a pass over that row alone, from now on.
+    Raises UserError if this machine's operations do not allow it."""
+    if model.device.type != "cpu" or distributed.tensor_parallel.size > 1:
+        raise UserError("--bitwise needs --device cpu and a single process")
+    choices = choose_products(model)
+    attention = BlockAttention()
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            module.attend = attention
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Linear | Int8Linear):
+                setattr(module, name, SteadyLinear(layer, choices[key_of(stored(layer))]))
+    check(model)
+
+
+def filled(x: Tensor, multiple: int) -> Tensor:
+    """Fill up x (..., rows, columns) with zeros to a multiple of rows."""
+    extra = -x.shape[-2] % multiple
+    return F.pad(x, (0, 0, 0, extra)) if extra else x
+
+
+# ---- linear layers -------------------------------------------------------------------------------
+
+Choice = tuple[str, int, int]  # a product, the multiple of rows, and the most rows at once
+
+
+class SteadyLinear(nn.Module):
+    """A linear layer that uses one product, on rows filled up to a multiple, and not too many at
+    once."""
+
+    def __init__(self, layer: nn.Linear | Int8Linear, choice: Choice):
+        super().__init__()
+        product, self.multiple, self.most = choice
+        products = [product] * len(TIMED_ROWS)
+        if isinstance(layer, Int8Linear):
+            layer.products = products
+        elif product != "rows_first":
+            layer = MeasuredLinear(layer, products)
+        self.layer = layer
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[:-1].numel()
+        rows = filled(x.reshape(n, x.shape[-1]), self.multiple)
+        parts = [rows] if n <= self.most else rows.split(self.most)
+        y = torch.cat([self.layer(part) for part in parts])
+        return y[:n].reshape(*x.shape[:-1], -1)
+
+
+def stored(layer: nn.Linear | Int8Linear) -> Tensor:
+    return layer.rounded if isinstance(layer, Int8Linear) else layer.weight.detach()
+
+
+def choose_products(model: Transformer) -> dict[str, Choice]:
+    """The fastest product that gives a row the same bits among any number of rows, by `key_of`:
+    from the cache folder or, if a key is new, measured now."""
+    layers = [x for x in model.modules() if isinstance(x, nn.Linear | Int8Linear)]
+    groups: dict[str, list[Tensor]] = {}
+    for weight in map(stored, layers):
+        groups.setdefault(key_of(weight), []).append(weight)
+    path, known = choices_file(f"bitwise-{model.dtype}"), {}
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        read = json.loads(path.read_text(encoding="utf-8")).items()
+        known = {key: (str(name), int(multiple), int(most)) for key, (name, multiple, most) in read}
+    new = {key: group for key, group in groups.items() if key not in known}
+    if new:
+        known |= measure(new, model.dtype)
+        write_choices(path, known)
+    return {key: known[key] for key in groups}
+
+
+@torch.inference_mode()
+def measure(groups: dict[str, list[Tensor]], dtype: torch.dtype) -> dict[str, Choice]:
+    """Choose a product for each group of weights, for rows of this dtype."""
+    chosen = {}
+    for key, times in time_products(groups).items():
+        weight = groups[key][0]
+        products = candidates(weight)
+        if weight.dtype == torch.int8 and dtype != INT8_ROWS:
+            products = {"dequantised": products["dequantised"]}
+        choices = [
+            (name, *rows) for name, product in products.items()
+            for rows in steady_rows(name, product, weight, dtype)
+        ]  # fmt: skip
+        chosen[key] = min(choices, key=partial(seconds, times))
+    return chosen
+
+
+def steady_rows(
+    name: str, product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, dtype: torch.dtype
+) -> list[tuple[int, int]]:
+    """Each multiple with the largest number of rows, a power of two, up to which the product of
+    every multiple gives each row the same bits. Larger multiples count only if they reach more."""
+    rows = torch.randn(MAX_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    rows, found = rows.to(dtype), [(0, 0)]
+    weight = weight.T.contiguous() if name == "transposed" else weight
+    for multiple in MULTIPLES:
+        alone = torch.empty(0, 0)
+        for n in range(multiple, MAX_ROWS + 1, multiple):
+            new = rows[n - multiple : n].split(1)
+            results = [product(filled(row, multiple), weight)[:1] for row in new]
+            alone = torch.cat([alone, *results]) if len(alone) else torch.cat(results)
+            if not torch.equal(product(rows[:n].clone(), weight), alone):
+                break
+            most = 1 << n.bit_length() - 1
+        found += [(multiple, most)] * (most > found[-1][1])
+    return found[1:]
+
+
+def seconds(times: Times, choice: Choice) -> float:
+    """How long passes over TYPICAL_ROWS take with this choice."""
+    product, multiple, most = choice
+    total = 0.0
+    for n in TYPICAL_ROWS:
+        rows = min(max(n, multiple), most)
+        total += -(-n // most) * times[product][TIMED_ROWS.index(rows)]
+    return total / (MAX_TIME_RATIO_WITH_COPY if product == "transposed" else 1)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+class BlockAttention:
+    """`attend` of model.py for one sequence, in float32 or better, with sums in one order. Its
+    layers share an instance, since they share a pass's mask."""
+
+    def __init__(self):
+        self.mask: Tensor | None = None  # of the latest pass
+        self.plans: list[tuple[Tensor, Tensor | None]] = []  # of its chunks
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
+        if attn_mask is None or len(q) > 1:  # no text to continue, or several
+            return attend(q, k, v, attn_mask)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        if attn_mask is not self.mask:
+            self.mask = attn_mask
+            chunks = (attn_mask[0, 0] == 0).split(CHUNK)
+            self.plans = [plan(seen, dtype) for seen in chunks]
+        queries = q[0].to(dtype) / math.sqrt(q.shape[-1])
+        extra = -k.shape[1] % BLOCK  # fill up to whole blocks, (kv_heads, slots, head_dim)
+        keys, values = (F.pad(x[0].transpose(0, 1).to(dtype), (0, 0, 0, extra)) for x in (k, v))
+        parts = zip(queries.split(CHUNK), self.plans)
+        y = torch.cat([attend_in_order(part, keys, values, *plan) for part, plan in parts])
+        return y.to(q.dtype)[None]
+
+
+def plan(seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return what rows attend to that see the slots `seen` (n, span): slots in order from 0 on, to
+    which the mask (n, shared + own) is added. If a row sees others than the slots up to its own,
+    the last `own` ones are different for each row, (n, own)."""
+    count = seen.sum(-1, keepdim=True)
+    slots = torch.arange(-(-seen.shape[1] // BLOCK) * BLOCK)
+    mask = torch.zeros(len(seen), len(slots), dtype=dtype).masked_fill(slots >= count, -math.inf)
+    if torch.equal(seen, slots[: seen.shape[1]] < count):
+        return mask, None
+    shared = int(seen.all(0).long().cumprod(0).sum()) // BLOCK * BLOCK
+    own = -(-(int(count.max()) - shared) // BLOCK) * BLOCK
+    order = torch.argsort(~seen[:, shared:], dim=1, stable=True)[:, :own] + shared
+    return mask[:, : shared + own], F.pad(order, (0, own - order.shape[1]))
+
+
+def attend_in_order(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: Tensor | None
+) -> Tensor:
+    """Attention of queries (n, heads, head_dim) over keys and values (kv_heads, slots, head_dim).
+    The query heads that share a key head are rows of one product, `g` for each of n rows."""
+    n, kv_heads = len(queries), len(keys)
+    queries = queries.unflatten(1, (kv_heads, -1)).transpose(0, 1)  # (kv_heads, n, g, head_dim)
+    g, shared = queries.shape[2], mask.shape[1] - (0 if own is None else own.shape[1])
+
+    rows = queries.flatten(1, 2)[:, None]
+    scores = in_fours(rows, blocks(keys[:, :shared]).mT)  # (kv_heads, blocks, n · g, BLOCK)
+    if own is not None:
+        own_scores = in_fours(queries[:, :, None], blocks(keys[:, own]).mT)
+        scores = torch.cat([scores, own_scores.transpose(1, 2).flatten(2, 3)], 1)
+
+    scores = scores.transpose(1, 2).flatten(2)  # (kv_heads, n · g, slots)
+    p = (scores + mask.repeat_interleave(g, 0)).softmax(-1)
+    p = p.unflatten(-1, (-1, BLOCK)).transpose(1, 2)  # (kv_heads, blocks, n · g, BLOCK)
+
+    count = shared // BLOCK
+    sums = in_fours(p[:, :count], blocks(values[:, :shared]))  # (kv_heads, blocks, n · g, head_dim)
+    if own is not None:
+        weights = p[:, count:].unflatten(2, (n, g)).transpose(1, 2)
+        own_sums = in_fours(weights, blocks(values[:, own]))  # (kv_heads, n, blocks, g, head_dim)
+        sums = torch.cat([sums, own_sums.transpose(1, 2).flatten(2, 3)], 1)
+    y = sums.cumsum(1)[:, -1]  # one block after the other
+    return y.unflatten(1, (n, g)).transpose(0, 1).flatten(1, 2)  # (n, heads, head_dim)
+
+
+def blocks(x: Tensor) -> Tensor:
+    """(..., slots, head_dim) -> (..., blocks, BLOCK, head_dim)."""
+    return x.unflatten(-2, (-1, BLOCK))
+
+
+def in_fours(rows: Tensor, matrices: Tensor) -> Tensor:
+    """The product of rows and matrices, with the rows filled up to a multiple of QUERIES."""
+    return (filled(rows, QUERIES) @ matrices)[..., : rows.shape[-2], :]
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def check(model: Transformer) -> None:
+    """Compare the outputs of attention and of each module for rows alone and together. Raises
+    UserError with the name of the first that differs."""
+    rows = torch.arange(CHECKED_ROWS)
+    chain, tree = list(range(-1, CHECKED_ROWS - 1)), [-1, *(rows[1:] // 3).tolist()]
+    differs = [f"attention to a {name}" for name, parents in (("chain", chain), ("tree", tree))
+               if not attention_is_steady(model, Tree([0] * len(parents), parents).mask)]  # fmt: skip
+    cache, alone = model.new_cache(2 * CHECKED_ROWS), []
+    ids = rows % model.config.vocab_size
+    for token in ids:
+        alone.append(outputs(model, token[None], cache))
+        cache.commit([0])
+    cache.truncate(0)
+    for name, together in outputs(model, ids, cache).items():
+        if not torch.equal(together, torch.cat([each[name] for each in alone])):
+            differs.append(name)
+    if differs:
+        raise UserError(f"--bitwise: on this machine, the numbers of a row in {differs[0]} depend "
+                        f"on how many rows share its pass, in {model.dtype}; omit --bitwise")
+
+
+def attention_is_steady(model: Transformer, mask: Tensor) -> bool:
+    """Whether rows that see each other by `mask` (n, n), across the border of a block, get the same
+    bits as alone, when their keys are in order."""
+    c, n, generator = model.config, len(mask), torch.Generator().manual_seed(0)
+    sizes = (n, c.heads), (2 * BLOCK + n // 2, c.kv_heads), (2 * BLOCK + n // 2, c.kv_heads)
+    q, k, v = (torch.randn(1, *size, c.head_dim, generator=generator).to(model.dtype)
+               for size in sizes)  # fmt: skip
+    seen = F.pad(mask, (k.shape[1] - n, 0), value=True)  # (n, slots)
+    attend = BlockAttention()
+    together = attend(q, k, v, additive_mask(seen[None, None], q))[0]
+    alone = []
+    for i, slots in enumerate(seen):
+        attn_mask = q.new_zeros(1, 1, 1, int(slots.sum()))
+        alone.append(attend(q[:, i : i + 1], k[:, slots], v[:, slots], attn_mask)[0])
+    return torch.equal(together, torch.cat(alone))
+
+
+def outputs(model: Transformer, tokens: Tensor, cache: KVCache) -> dict[str, Tensor]:
+    """What each module of the model returns for these tokens, (n, size), in order of execution."""
+    found: dict[str, Tensor] = {}
+
+    def record(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        if output.shape[:2] == (1, len(tokens)):  # not within a SteadyLinear
+            found[name] = output.reshape(len(tokens), -1)
+
+    hooks = [
+        module.register_forward_hook(partial(record, name or "the model"))
+        for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)
+    ]  # fmt: skip
+    model.logits(model(tokens, cache))
+    for hook in hooks:
+        hook.remove()
+    return found
