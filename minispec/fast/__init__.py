@@ -47,6 +47,8 @@ def optimize(
         names = {layer: name for name, layer in model.named_modules()}
         swap(model, lambda layer: Int8Linear(layer, names[layer]))
         choose_int8_products(model)
+    if bitwise and compiled:
+        raise UserError("--bitwise cannot be combined with --compile: omit one of them")
     if bitwise:
         return make_bitwise(model)
     if compiled and distributed.tensor_parallel.size > 1:
