@@ -207,9 +207,10 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(d, inner, bias)
         self.up_proj = nn.Linear(d, inner, bias)
         self.down_proj = nn.Linear(inner, d, bias)
+        self.activation = F.silu
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

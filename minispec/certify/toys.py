@@ -90,11 +90,13 @@ def negated(model: Transformer) -> Transformer:
     return draft
 
 
-def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Transformer:
-    """A tiny random Transformer in float64 without any parameter that is exactly 0 or 1. `changes`
-    are fields of its Config."""
+def small_model(
+    seed: int, vocab: int = 24, context: int = 128, dtype: torch.dtype = torch.float64, **changes
+) -> Transformer:
+    """A tiny random Transformer without any parameter that is exactly 0 or 1. `changes` are fields
+    of its Config."""
     settings = dict(hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, head_dim=4)
-    model = Transformer(Config(**(settings | changes), vocab_size=vocab, context=context)).double()
+    model = Transformer(Config(**(settings | changes), vocab_size=vocab, context=context)).to(dtype)
     return randomise(model, seed)
 
 

@@ -10,7 +10,10 @@ pass:
 - Attention sums over blocks of keys, counted from the start of the text, one after the other. The
   keys of a tree's node, which are scattered over the cache, are put in order first.
 
-Everything else (norms, rotations, activations) treats each row alone; `check` compares all modules.
+- Functions such as exp and cos have one kernel for whole vectors of numbers and another for what is
+  left over. So the columns of an activation are filled up, and rotations are read from a table.
+
+`check` compares all modules.
 """
 
 import contextlib
@@ -39,13 +42,15 @@ from minispec.fast.products import (
     time_products,
     write_choices,
 )
-from minispec.model import Attention, Transformer, additive_mask, attend
+from minispec.model import MLP, Attention, Transformer, additive_mask, attend
 from minispec.tree import Tree
 
 MULTIPLES = 1, 2, 4, 8, 16  # of rows that are tried
 MAX_ROWS = TIMED_ROWS[-1]  # of one product; more are computed in parts
 TYPICAL_ROWS = 1, 4, 8  # of a pass: their time decides between products
 BLOCK = 64  # keys that one product sums over
+VECTOR = 64  # a multiple of the numbers that processors compute at once
+SERIAL = 2**15  # torch computes at most this many numbers on one thread
 QUERIES = 4  # rows of queries are filled up to a multiple of this
 CHUNK = 32  # rows whose attention is computed together
 CHECKED_ROWS = 21  # of the passes that `check` compares
@@ -58,9 +63,12 @@ def make_bitwise(model: Transformer) -> None:
         raise UserError("--bitwise needs --device cpu and a single process")
     choices = choose_products(model)
     attention = BlockAttention()
+    model.rope = RopeTable(model)
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.attend = attention
+        if isinstance(module, MLP):
+            module.activation = steady_silu
         for name, layer in module.named_children():
             if isinstance(layer, nn.Linear | Int8Linear):
                 setattr(module, name, SteadyLinear(layer, choices[key_of(stored(layer))]))
@@ -71,6 +79,35 @@ def filled(x: Tensor, multiple: int) -> Tensor:
     """Fill up x (..., rows, columns) with zeros to a multiple of rows."""
     extra = -x.shape[-2] % multiple
     return F.pad(x, (0, 0, 0, extra)) if extra else x
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A product may be summed in another order at addresses that are no multiples of 64 bytes."""
+    return x.clone() if x.data_ptr() % 64 else x
+
+
+# ---- elementwise functions -----------------------------------------------------------------------
+
+
+def steady_silu(x: Tensor) -> Tensor:
+    """SiLU of x (..., columns), in parts that consist of whole vectors and need no second thread."""
+    width = x.shape[-1]
+    rows = F.pad(x.reshape(-1, width), (0, -width % VECTOR))
+    parts = rows.split(max(1, SERIAL // rows.shape[-1]))
+    return torch.cat([F.silu(part)[:, :width] for part in parts]).view_as(x)
+
+
+class RopeTable:
+    """The rotations of all positions in a model's context, computed once."""
+
+    def __init__(self, model: Transformer):
+        positions = torch.arange(model.config.context)
+        self.tables = [table.contiguous() for table in model.rope(positions, model.dtype)]
+
+    def __call__(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See Rope."""
+        cos, sin = (table[position] for table in self.tables)
+        return cos, sin
 
 
 # ---- linear layers -------------------------------------------------------------------------------
@@ -99,8 +136,7 @@ class SteadyLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[:-1].numel()
         rows = filled(x.reshape(n, x.shape[-1]), self.multiple)
-        parts = [rows] if n <= self.most else rows.split(self.most)
-        y = torch.cat([self.layer(part) for part in parts])
+        y = torch.cat([self.layer(aligned(part)) for part in rows.split(self.most)])
         return y[:n].reshape(*x.shape[:-1], -1)
 
 
@@ -155,9 +191,9 @@ def steady_rows(
         alone = torch.empty(0, 0)
         for n in range(multiple, MAX_ROWS + 1, multiple):
             new = rows[n - multiple : n].split(1)
-            results = [product(filled(row, multiple), weight)[:1] for row in new]
+            results = [product(aligned(filled(row, multiple)), weight)[:1] for row in new]
             alone = torch.cat([alone, *results]) if len(alone) else torch.cat(results)
-            if not torch.equal(product(rows[:n].clone(), weight), alone):
+            if not torch.equal(product(rows[:n], weight), alone):
                 break
             most = 1 << n.bit_length() - 1
         found += [(multiple, most)] * (most > found[-1][1])

@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
+
 from minispec.certify import toys
 from minispec.certify.common import GREEDY, Verdict, first_difference
 from minispec.certify.methods import cases, planted
 from minispec.certify.statistics import FALSE_ALARM, chi_square_p
 from minispec.certify.toys import Toy, every_outcome, first_tokens, small_model
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.fast import optimize
 from minispec.generate import METHODS, decode
 from minispec.methods.declaration import Method
 from minispec.model import Transformer
@@ -164,6 +167,60 @@ def worst_cache_error(
     return error
 
 
+# ---- bits ----------------------------------------------------------------------------------------
+
+BITS_TOKENS = 140  # of a run: it crosses two borders of blocks in which attention is summed
+
+
+def check_bits(
+    only: str = "", methods: Methods = None, tokens: int = BITS_TOKENS
+) -> Iterator[Verdict]:
+    """Check that with `--bitwise`, on this machine, each committed cache row and hidden state has
+    the bits that a plain decoder gives it, which runs on one token after the other."""
+    for dtype in torch.float32, torch.bfloat16:
+        # with three tokens, every drafter is right sometimes; large logits would hide differences
+        model = small_model(1, vocab=3, context=tokens + 50, head_dim=16, dtype=dtype)
+        optimize(model, bitwise=True)
+        for sampling in GREEDY, Sampling(1.0):
+            expected: dict[tuple, tuple] = {}
+            for name, method in cases.greedy_cases(model, 1, methods):
+                name += f", T={sampling.temperature:g}, {dtype}".replace("torch.", "")
+                if only in name:
+                    detail, passed = compare_bits(model, method, sampling, tokens, expected)
+                    yield Verdict("bits", name, passed, detail)
+
+
+def compare_bits(
+    model: Transformer, method: toys.Method, sampling: Sampling, n: int, known: dict
+) -> tuple[str, bool]:
+    """Run a method for `n` tokens. Returns what differs from plain passes over the same tokens, and
+    whether nothing does. `known` remembers the plain passes."""
+    passes, tokens, hidden, drafted = [], [1, 2, 0, 1], [], 0
+    size = model.config.hidden_size  # EAGLE-3 asks for further columns
+    hook = model.register_forward_hook(lambda module, inputs, output: passes.append(output[0]))
+    cache = model.new_cache()
+    for step in method(model, list(tokens), sampling, Seeded(2), cache=cache):
+        tokens += step.tokens
+        hidden += [passes[-1][step.path, :size]] if step.tree else []
+        drafted += len(step.path) - 1 if step.tree else 0
+        if len(tokens) > n:
+            break
+    hook.remove()
+    rows = tokens[: cache.length]
+    if tuple(rows) not in known:
+        plain = model.new_cache()
+        known[tuple(rows)] = [list(model.prefill_chunks(rows, plain, chunk=1)), plain]
+    passes, plain = known[tuple(rows)]
+    ours, kept = torch.cat(hidden), slice(cache.length)
+    wrong = int((ours != torch.cat(passes, 1)[0, -len(ours) :]).any(-1).sum())
+    caches = cache.kv[..., kept, :, :] != plain.kv[..., kept, :, :]
+    wrong_rows = int(caches.any(0).any(0).flatten(-2).any(-1).sum())
+    detail = f"{len(rows)} cache rows, {len(ours)} hidden states, {drafted} drafts accepted"
+    if wrong or wrong_rows:
+        detail = f"{wrong_rows} of {len(rows)} cache rows and {wrong} hidden states differ"
+    return detail, not wrong and not wrong_rows
+
+
 # ---- statistical ---------------------------------------------------------------------------------
 
 
@@ -269,6 +326,7 @@ CHECKS: dict[str, Check] = {
     "exact": check_exact,
     "greedy": check_greedy,
     "cache": check_cache,
+    "bits": check_bits,
     "statistical": check_statistical,
     "limits": check_limits,
     "planted": check_planted,
