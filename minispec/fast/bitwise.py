@@ -51,6 +51,7 @@ TYPICAL_ROWS = 1, 4, 8  # of a pass: their time decides between products
 BLOCK = 64  # keys that one product sums over
 VECTOR = 64  # a multiple of the numbers that processors compute at once
 SERIAL = 2**15  # torch computes at most this many numbers on one thread
+COLUMNS = 16  # the sizes of heads are filled up to a multiple of this
 QUERIES = 4  # rows of queries are filled up to a multiple of this
 CHUNK = 32  # rows whose attention is computed together
 CHECKED_ROWS = 21  # of the passes that `check` compares
@@ -184,9 +185,8 @@ def steady_rows(
 ) -> list[tuple[int, int]]:
     """Each multiple with the largest number of rows, a power of two, up to which the product of
     every multiple gives each row the same bits. Larger multiples count only if they reach more."""
-    rows = torch.randn(MAX_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    rows, found = rows.to(dtype), [(0, 0)]
-    weight = weight.T.contiguous() if name == "transposed" else weight
+    rows, weight = sums_of_rounding_errors(weight, dtype)
+    weight, found = weight.T.contiguous() if name == "transposed" else weight, [(0, 0)]
     for multiple in MULTIPLES:
         alone = torch.empty(0, 0)
         for n in range(multiple, MAX_ROWS + 1, multiple):
@@ -198,6 +198,17 @@ def steady_rows(
             most = 1 << n.bit_length() - 1
         found += [(multiple, most)] * (most > found[-1][1])
     return found[1:]
+
+
+def sums_of_rounding_errors(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows (MAX_ROWS, in) of this dtype, and weights `like` (out, in). Each product is zero but for
+    rounding errors, so it shows the order of the sum even in bfloat16."""
+    generator, width = torch.Generator().manual_seed(0), like.shape[1]
+    rows = torch.randn(MAX_ROWS, width, generator=generator)
+    weight = 50 * torch.randn(like.shape, generator=generator)
+    one, other = torch.randperm(width, generator=generator)[: width // 2 * 2].chunk(2)
+    rows[:, other], weight[:, other] = -rows[:, one], weight[:, one]
+    return rows.to(dtype), weight.clamp(-127, 127).to(like.dtype)
 
 
 def seconds(times: Times, choice: Choice) -> float:
@@ -229,12 +240,14 @@ class BlockAttention:
             self.mask = attn_mask
             chunks = (attn_mask[0, 0] == 0).split(CHUNK)
             self.plans = [plan(seen, dtype) for seen in chunks]
-        queries = q[0].to(dtype) / math.sqrt(q.shape[-1])
-        extra = -k.shape[1] % BLOCK  # fill up to whole blocks, (kv_heads, slots, head_dim)
-        keys, values = (F.pad(x[0].transpose(0, 1).to(dtype), (0, 0, 0, extra)) for x in (k, v))
+        size, slots, columns = q.shape[-1], -k.shape[1] % BLOCK, -q.shape[-1] % COLUMNS
+        queries = F.pad(q[0].to(dtype) / math.sqrt(size), (0, columns))
+        # fill up to whole blocks, (kv_heads, slots, head_dim)
+        keys, values = (F.pad(x[0].transpose(0, 1).to(dtype), (0, columns, 0, slots))
+                        for x in (k, v))  # fmt: skip
         parts = zip(queries.split(CHUNK), self.plans)
         y = torch.cat([attend_in_order(part, keys, values, *plan) for part, plan in parts])
-        return y.to(q.dtype)[None]
+        return y.to(q.dtype)[None, :, :, :size]
 
 
 def plan(seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -320,8 +333,9 @@ def attention_is_steady(model: Transformer, mask: Tensor) -> bool:
     """Whether rows that see each other by `mask` (n, n), across the border of a block, get the same
     bits as alone, when their keys are in order."""
     c, n, generator = model.config, len(mask), torch.Generator().manual_seed(0)
+    dtype = torch.promote_types(model.dtype, torch.float32)  # in which attention computes
     sizes = (n, c.heads), (2 * BLOCK + n // 2, c.kv_heads), (2 * BLOCK + n // 2, c.kv_heads)
-    q, k, v = (torch.randn(1, *size, c.head_dim, generator=generator).to(model.dtype)
+    q, k, v = (torch.randn(1, *size, c.head_dim, generator=generator, dtype=dtype)
                for size in sizes)  # fmt: skip
     seen = F.pad(mask, (k.shape[1] - n, 0), value=True)  # (n, slots)
     attend = BlockAttention()
