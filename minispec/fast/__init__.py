@@ -12,7 +12,7 @@ from torch import nn
 from minispec import distributed
 from minispec.checkpoints.load import pick_device
 from minispec.cli import UserError, note
-from minispec.fast.bitwise import make_bitwise
+from minispec.fast.bitwise import NOT_COMPILED, make_bitwise
 from minispec.fast.captured import capture_passes
 from minispec.fast.compiled import compile_passes, is_on_gpu
 from minispec.fast.products import (
@@ -48,7 +48,7 @@ def optimize(
         swap(model, lambda layer: Int8Linear(layer, names[layer]))
         choose_int8_products(model)
     if bitwise and compiled:
-        raise UserError("--bitwise cannot be combined with --compile: omit one of them")
+        raise UserError(NOT_COMPILED)
     if bitwise:
         return make_bitwise(model)
     if compiled and distributed.tensor_parallel.size > 1:

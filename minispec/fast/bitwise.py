@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from minispec import distributed
 from minispec.cache import KVCache
-from minispec.cli import UserError
+from minispec.cli import UserError, note
 from minispec.fast.products import (
     INT8_ROWS,
     MAX_TIME_RATIO_WITH_COPY,
@@ -47,6 +47,7 @@ from minispec.tree import Tree
 
 MULTIPLES = 1, 2, 4, 8, 16  # of rows that are tried
 MAX_ROWS = TIMED_ROWS[-1]  # of one product; more are computed in parts
+SAMPLES = 2**11  # sums per row that are compared, at least
 TYPICAL_ROWS = 1, 4, 8  # of a pass: their time decides between products
 BLOCK = 64  # keys that one product sums over
 VECTOR = 64  # a multiple of the numbers that processors compute at once
@@ -54,6 +55,7 @@ SERIAL = 2**15  # torch computes at most this many numbers on one thread
 COLUMNS = 16  # the sizes of heads are filled up to a multiple of this
 QUERIES = 4  # rows of queries are filled up to a multiple of this
 CHUNK = 32  # rows whose attention is computed together
+NOT_COMPILED = "--bitwise and --compile cannot be combined: omit one of them"
 CHECKED_ROWS = 21  # of the passes that `check` compares
 
 
@@ -91,7 +93,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def steady_silu(x: Tensor) -> Tensor:
-    """SiLU of x (..., columns), in parts that consist of whole vectors and need no second thread."""
+    """SiLU of x (..., columns), in parts of whole vectors that need no second thread."""
     width = x.shape[-1]
     rows = F.pad(x.reshape(-1, width), (0, -width % VECTOR))
     parts = rows.split(max(1, SERIAL // rows.shape[-1]))
@@ -158,6 +160,7 @@ def choose_products(model: Transformer) -> dict[str, Choice]:
         known = {key: (str(name), int(multiple), int(most)) for key, (name, multiple, most) in read}
     new = {key: group for key, group in groups.items() if key not in known}
     if new:
+        note("--bitwise: finding matrix products that sum in one order, only once")
         known |= measure(new, model.dtype)
         write_choices(path, known)
     return {key: known[key] for key in groups}
@@ -174,36 +177,37 @@ def measure(groups: dict[str, list[Tensor]], dtype: torch.dtype) -> dict[str, Ch
             products = {"dequantised": products["dequantised"]}
         choices = [
             (name, *rows) for name, product in products.items()
-            for rows in steady_rows(name, product, weight, dtype)
+            for rows in steady_rows(name, product, weight, dtype) if all(rows)
         ]  # fmt: skip
         chosen[key] = min(choices, key=partial(seconds, times))
     return chosen
 
 
 def steady_rows(
-    name: str, product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, dtype: torch.dtype
+    name: str, product: Callable[[Tensor, Tensor], Tensor], like: Tensor, dtype: torch.dtype
 ) -> list[tuple[int, int]]:
     """Each multiple with the largest number of rows, a power of two, up to which the product of
-    every multiple gives each row the same bits. Larger multiples count only if they reach more."""
-    rows, weight = sums_of_rounding_errors(weight, dtype)
-    weight, found = weight.T.contiguous() if name == "transposed" else weight, [(0, 0)]
+    every multiple gives each row the same bits, with weights `like` (out, in). Larger multiples
+    count only if they reach more."""
+    found = [(0, 0)]
     for multiple in MULTIPLES:
-        alone = torch.empty(0, 0)
-        for n in range(multiple, MAX_ROWS + 1, multiple):
-            new = rows[n - multiple : n].split(1)
-            results = [product(aligned(filled(row, multiple)), weight)[:1] for row in new]
-            alone = torch.cat([alone, *results]) if len(alone) else torch.cat(results)
-            if not torch.equal(product(rows[:n], weight), alone):
-                break
-            most = 1 << n.bit_length() - 1
+        most = MAX_ROWS
+        for seed in range(max(2, SAMPLES // len(like))):
+            rows, weight = sums_of_rounding_errors(like, dtype, seed)
+            weight = weight.T.contiguous() if name == "transposed" else weight
+            alone = [product(aligned(filled(row, multiple)), weight)[:1] for row in rows.split(1)]
+            for n in range(multiple, most + 1, multiple):
+                if not torch.equal(product(rows[:n], weight), torch.cat(alone[:n])):
+                    most = 1 << (n - multiple).bit_length() >> 1
+                    break
         found += [(multiple, most)] * (most > found[-1][1])
     return found[1:]
 
 
-def sums_of_rounding_errors(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sums_of_rounding_errors(like: Tensor, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
     """Rows (MAX_ROWS, in) of this dtype, and weights `like` (out, in). Each product is zero but for
     rounding errors, so it shows the order of the sum even in bfloat16."""
-    generator, width = torch.Generator().manual_seed(0), like.shape[1]
+    generator, width = torch.Generator().manual_seed(seed), like.shape[1]
     rows = torch.randn(MAX_ROWS, width, generator=generator)
     weight = 50 * torch.randn(like.shape, generator=generator)
     one, other = torch.randperm(width, generator=generator)[: width // 2 * 2].chunk(2)
@@ -313,8 +317,10 @@ def check(model: Transformer) -> None:
     UserError with the name of the first that differs."""
     rows = torch.arange(CHECKED_ROWS)
     chain, tree = list(range(-1, CHECKED_ROWS - 1)), [-1, *(rows[1:] // 3).tolist()]
-    differs = [f"attention to a {name}" for name, parents in (("chain", chain), ("tree", tree))
-               if not attention_is_steady(model, Tree([0] * len(parents), parents).mask)]  # fmt: skip
+    differs = [
+        f"attention to a {name}" for name, parents in (("chain", chain), ("tree", tree))
+        if not attention_is_steady(model, Tree([0] * len(parents), parents).mask)
+    ]  # fmt: skip
     cache, alone = model.new_cache(2 * CHECKED_ROWS), []
     ids = rows % model.config.vocab_size
     for token in ids:

@@ -15,6 +15,7 @@ from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import OutputFile, Parser, Source, UserError, flag_name, number
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
+from minispec.fast.bitwise import NOT_COMPILED
 from minispec.generate import drafters
 from minispec.generate.api import stream, unlisted_eos_warning
 from minispec.generate.run import StopConditions
@@ -74,20 +75,27 @@ def add_model_flags(p: Parser) -> None:
                    "float32), float64, float32 or bfloat16")
     p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
     p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
+    p.add_argument("--bitwise", action="store_true",
+                   help="every number is plain decoding's, bit for bit (also plain decoding needs "
+                   "this flag, since its sums have another order without it)")  # fmt: skip
 
 
 def choose_model(args: argparse.Namespace) -> None:
     """Set the default --model, and the --dtype that suits --quantize."""
+    if args.bitwise and args.compile:
+        raise UserError(NOT_COMPILED)
     args.model = distributed.from_rank_0(default_model) if args.model is None else args.model
     if args.quantize:
         args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
 
 
 def optimize_all(args: argparse.Namespace, model: Transformer, *options: dict) -> None:
-    """Apply --quantize and --compile to the model and to the drafters among methods' options."""
+    """Apply --quantize, --compile and --bitwise to the model and, but for the last, to the drafters
+    among methods' options."""
     drafts = [own["draft"] for own in options if own.get("draft") is not None]
     for network in dict.fromkeys([model, *drafts]):
-        optimize(network, int8=args.quantize == "int8", compiled=args.compile)
+        bitwise = args.bitwise and network is model
+        optimize(network, args.quantize == "int8", args.compile, bitwise)
     for own in options:
         optimize_drafter(own, model)
 

@@ -9,13 +9,14 @@ from functools import partial
 
 import torch
 
+from minispec import optimize
 from minispec.certify import toys
 from minispec.certify.common import GREEDY, Verdict, first_difference
 from minispec.certify.methods import cases, planted
 from minispec.certify.statistics import FALSE_ALARM, chi_square_p
 from minispec.certify.toys import Toy, every_outcome, first_tokens, small_model
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.fast import optimize
+
 from minispec.generate import METHODS, decode
 from minispec.methods.declaration import Method
 from minispec.model import Transformer
