@@ -16,7 +16,6 @@ from minispec.certify.methods import cases, planted
 from minispec.certify.statistics import FALSE_ALARM, chi_square_p
 from minispec.certify.toys import Toy, every_outcome, first_tokens, small_model
 from minispec.checkpoints.tokenizer import Tokenizer
-
 from minispec.generate import METHODS, decode
 from minispec.methods.declaration import Method
 from minispec.model import Transformer
