@@ -42,10 +42,10 @@ from minispec.methods.declaration import Method
 from minispec.remote.client import Server, keys_in
 
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
-    **dict.fromkeys(("baseline", "greedy_only"), ("impl", "server")),
+    **dict.fromkeys(("baseline", "greedy_only", "require_tv", "requests"), ("impl", "server")),
     "only": ("impl", "server", "method", ""),
     **dict.fromkeys(("thorough", "runs", "outcomes", "length", "save"), ("impl",)),
-    **dict.fromkeys(("name", "key_env", "requests", "precision"), ("server",)),
+    **dict.fromkeys(("name", "key_env", "precision"), ("server",)),
     "model": ("server", "compare"), "checks": ("impl", "server", "method", ""),
 }  # fmt: skip
 
@@ -74,7 +74,11 @@ def parser() -> Parser:
     p.add_argument("--key-env", nargs="+", metavar="NAME", help="the environment variable that "
                    "holds the API key of --server, and optionally a second one for --baseline. "
                    "Without it no key is sent")  # fmt: skip
-    p.add_argument("--requests", type=number(100), help=f"to --server (default: about {REQUESTS})")
+    p.add_argument("--requests", type=number(100), help="the most that are drawn for --impl, or "
+                   f"about as many to --server (default: {REQUESTS})")  # fmt: skip
+    p.add_argument("--require-tv", type=number(0, 1, float), help="exit with 3 if any row with "
+                   "samples may have missed a larger bias, as a total variation at one token "
+                   f"(default: {report.REQUIRED_TV})")  # fmt: skip
     p.add_argument("--precision", type=precision, help="of --server: float32 (default), bfloat16, "
                    "float16, or the logit gap below which two tokens are tied")  # fmt: skip
     p.add_argument("--checks", type=cli.comma_separated,
@@ -129,7 +133,7 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
             checks=args.checks, only=args.only or "",
         )  # fmt: skip
     if args.impl is not None:
-        chosen = {name: getattr(args, name) for name in ("runs", "outcomes", "length")}
+        chosen = {name: getattr(args, name) for name in ("runs", "outcomes", "length", "requests")}
         chosen = {name: x for name, x in chosen.items() if x is not None}
         limits = replace(THOROUGH if args.thorough else Limits(), **chosen)
         baseline = None
@@ -161,6 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     with cli.stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
         folder = args.save or Path(temporary)
         subject = args.impl if args.impl is not None else args.server
+        require_tv = report.REQUIRED_TV if args.require_tv is None else args.require_tv
 
         def save(rows: list[Verdict], finished: bool = False) -> str:
             """Write the reports on the rows so far; return what is printed at the end."""
@@ -168,16 +173,17 @@ def main(argv: list[str] | None = None) -> None:
             if args.junit:
                 report.write_junit(rows, seconds, argv, args.junit)
             if isinstance(args.json, Path) or (args.json and finished):
-                text = report.json_report(rows, seconds, argv, subject, folder, finished)
+                text = report.json_report(
+                    rows, seconds, argv, subject, folder, finished, require_tv)  # fmt: skip
                 if args.json is True:
                     return text
                 write_text(args.json, text + "\n")
-            return report.summary(rows, seconds)
+            return report.summary(rows, seconds, require_tv)
 
         table = None if args.json is True else out
         rows = report.print_table(make_verdicts(args, folder), table, save)
         print(save(rows, finished=True), file=out)
-    sys.exit(report.conclude(rows)[0])
+    sys.exit(report.conclude(rows, require_tv)[0])
 
 
 if __name__ == "__main__":

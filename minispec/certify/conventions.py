@@ -39,13 +39,13 @@ class Conventions:
     def __init__(self):
         self.possible = dict(OTHER_ORDERS)
 
-    def resolve(self, sampling: Sampling, ours: Result, test: Callable[[Warp], Result]) -> Result:
+    def resolve(self, sampling: Sampling, ours: Result, test: Callable[[Order], Result]) -> Result:
         """Return `ours`, the result with our order of warpers. If it failed, but another order may
         explain all rows so far, name that one, and neither pass nor fail."""
         passed, detail = ours
         if passed is None or sampling.top_p == 1:  # the order does not matter
             return passed, detail
-        results = {name: test(warper(sampling, x))[0] for name, x in self.possible.items()}
+        results = {name: test(x)[0] for name, x in self.possible.items()}
         explained = {name: x for name, x in self.possible.items() if results[name]}
         if passed or explained:
             self.possible = explained

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from minispec.certify import common
 from minispec.certify.common import GREEDY, Failed, NotSupported, Result, RowTimeOver, Verdict
 from minispec.certify.compare import TIE, Reference, divergence
-from minispec.certify.conventions import Conventions, warper
+from minispec.certify.conventions import Conventions, Order, warper
 from minispec.certify.scoring import Scores, Warp, deviation, normalise_end, smallest_p
 from minispec.certify.statistics import FALSE_ALARM
 from minispec.model import Transformer
@@ -184,7 +184,7 @@ def greedy_answers(
                 if sampling == GREEDY:
                     raise
                 continue
-            problem, differing = difference(exam, prompt, tokens[:n], plain)
+            problem, differing, _ = difference(exam, prompt, tokens[:n], plain)
             problem = problem and f"prompt of {len(prompt)}, {common.describe(sampling)}: {problem}"
             yield tokens, problem, differing
 
@@ -195,9 +195,10 @@ def baseline_tokens(exam: Examination, prompt: list[int], n: int) -> list[int] |
 
 def difference(
     exam: Examination, prompt: list[int], tokens: list[int], plain: list[int] | None
-) -> tuple[str, int]:
-    """Describe where greedy tokens are too far below the best logit for a tie, or return "", and
-    count those that differ. Given `plain` tokens, only the first difference from them counts."""
+) -> tuple[str, int, int | None]:
+    """Describe where greedy tokens are too far below the best logit for a tie, or return ""; count
+    those that differ; and return the index of the worst. Given `plain` tokens, only the first
+    difference from them counts."""
     if plain is None:
         gap, at, differing = largest_gap(exam.model, prompt, tokens)
         where = f"token {at} is {tokens[at : at + 1]}, {gap:.3g} below the best"
@@ -207,7 +208,7 @@ def difference(
         differing = at is not None
         where = f"{common.first_difference(tokens, plain)}, top-2 gap {gap:.3g}"
     where = f"{where}: not a tie (tolerance {exam.tolerance:.2g})"
-    return where if gap >= exam.tolerance else "", int(differing)
+    return where if gap >= exam.tolerance else "", int(differing), at
 
 
 # ---- limits --------------------------------------------------------------------------------------
@@ -321,4 +322,8 @@ def samples_fit(exam: Examination, request: Request, runs: int) -> Result:
                   detectable_tv=samples.bias)  # fmt: skip
     if len(set(samples.samples[0])) == 1 and result[0] is False:
         result = False, "the same tokens for every seed"
-    return exam.conventions.resolve(request.sampling, result, lambda w: samples.test(w, alarm))
+    
+    def other(order: Order) -> Result:
+        return samples.test(warper(request.sampling, order), alarm)
+
+    return exam.conventions.resolve(request.sampling, result, other)

@@ -19,9 +19,10 @@ from minispec.cli import printable
 from minispec.machine import command_line, describe_machine, package_version
 
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
-SAMPLED = "exact", "statistical", "distribution"  # the checks of samples
+SAMPLED = "exact", "sampled", "statistical", "distribution"  # the checks of samples
 STATUS_LABELS = {True: "pass", False: "FAIL", None: "skip"}
 NO_TIME = "not enough time"  # the reason of a skipped row
+REQUIRED_TV = 0.2  # that each row with samples must be able to detect, by default
 PASSED, LOSS, NOT_EXAMINED, NOT_SAMPLED = 0, 1, 2, 3  # exit codes
 NOT_REPEATED = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 for flag in "--json", "--junit", "--save", "--only":
@@ -43,9 +44,10 @@ def print_table(
     return rows
 
 
-def conclude(rows: list[Verdict]) -> tuple[int, str]:
+def conclude(rows: list[Verdict], require_tv: float = 1.0) -> tuple[int, str]:
     """Return the exit code and the verdict on all rows. Skipped rows prove nothing: one must pass,
-    and one with samples if there are any. That seeds work proves nothing about samples."""
+    and one with samples if there are any, each of which would have shown a bias of `require_tv`.
+    That seeds work proves nothing about samples."""
     if failed := Counter(v.check for v in rows if v.passed is False):
         return LOSS, f"LOSS in {', '.join(f'{check} ({n})' for check, n in failed.items())}"
     sampled = [v for v in rows if v.check in SAMPLED and v.case != "seeds"]
@@ -61,26 +63,31 @@ def conclude(rows: list[Verdict]) -> tuple[int, str]:
         verdict += f"; {late} row{'s' * (late > 1)} had {NO_TIME} (--thorough has more)"
     if {v.passed for v in sampled if v.check == "exact"} == {None}:
         verdict += "; every exact row was skipped"
-    if (tv := max(v.detectable_tv or 0.0 for v in sampled if v.passed)) > 0.1:
-        verdict += f"; the weakest χ² test may have missed a TV below {tv:.2f} at one token"
+    weakest = max((v for v in sampled if v.passed), key=lambda v: v.detectable_tv or 0.0)
+    tv, row = weakest.detectable_tv or 0.0, f"{weakest.check}: {weakest.case}"
+    if tv > require_tv:
+        return NOT_SAMPLED, f"too few samples for a verdict: {row} may have missed a TV below " \
+                            f"{tv:.2f} (allow more time with --thorough, or --require-tv {tv:.2f})"
+    if tv:
+        verdict += f"; the weakest row, {row}, may have missed a TV below {tv:.2f} at one token"
     return PASSED, verdict
 
 
-def summary(rows: list[Verdict], seconds: float) -> str:
+def summary(rows: list[Verdict], seconds: float, require_tv: float = 1.0) -> str:
     counts = Counter(v.passed for v in rows)
     skipped = f", {counts[None]} skipped" if counts[None] else ""
     passed = f"{counts[True]} of {len(rows)} passed{skipped} in {seconds:.0f} s"
-    return f"{passed}\n{conclude(rows)[1]}"
+    return f"{passed}\n{conclude(rows, require_tv)[1]}"
 
 
 def json_report(
     rows: list[Verdict], seconds: float, argv: list[str], subject: str | None, folder: Path,
-    finished: bool = True,
+    finished: bool = True, require_tv: float = 1.0,
 ) -> str:  # fmt: skip
     """Return one JSON object with all that is needed to repeat the examination of a `subject`, the
     name of a function or server. The checkpoints lie in `folder`."""
     configs = sorted(folder.rglob("config.json"))
-    code, verdict = conclude(rows)
+    code, verdict = conclude(rows, require_tv)
     report = {
         "finished": finished, "passed": finished and code == PASSED,
         "exit_code": code, "verdict": verdict, "seconds": seconds,

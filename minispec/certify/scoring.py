@@ -81,8 +81,8 @@ class Scores:
         if prefix not in self.likely:
             likely = (probability * row >= SMALLEST_CELL).nonzero()[:, 0].tolist()
             self.likely[prefix] = {(*prefix, t): probability * float(row[t]) for t in likely}
-            uncertain = uncertain_probability(logits, row, self.warp, self.margin)
-            self.doubtful[prefix] = probability * uncertain
+            doubtful = rounding_decides(logits[None], row[None], self.warp, self.margin)
+            self.doubtful[prefix] = probability * float(row[row > 0].min()) * bool(doubtful)
 
     def explain(self, logits: Tensor, sequence: Tokens) -> float:
         """Return `above` of a last token with probability 0: impossible, unless due to rounding."""
@@ -136,17 +136,16 @@ def kept_if_raised(logits: Tensor, token: int, warp: Warp, margin: float) -> boo
     return bool(warp(raised[None])[0][token] > 0)
 
 
-def uncertain_probability(logits: Tensor, row: Tensor, warp: Warp, margin: float) -> float:
-    """Return the probability of the last token that the warpers keep if rounding may decide between
-    it and the first one they remove, otherwise 0."""
-    kept = row > 0
-    if bool(kept.all()):
-        return 0.0
-    last = int(logits.masked_fill(~kept, torch.inf).argmin())
-    first = int(logits.masked_fill(kept, -torch.inf).argmax())
-    uncertain = kept_if_raised(logits, first, warp, margin)
-    uncertain = uncertain or not kept_if_raised(logits, last, warp, -margin)
-    return float(row[last]) if uncertain else 0.0
+def rounding_decides(logits: Tensor, rows: Tensor, warp: Warp, margin: float) -> Tensor:
+    """Return for each row (n,) whether rounding may decide between the last token that the warpers
+    keep and the first one that they remove."""
+    kept = rows > 0
+    first = logits.masked_fill(kept, -torch.inf).argmax(-1, keepdim=True)
+    last = logits.masked_fill(~kept, torch.inf).argmin(-1, keepdim=True)
+    step = torch.full_like(first, margin, dtype=logits.dtype)
+    kept_first = warp(logits.scatter_add(-1, first, step)).gather(-1, first) > 0
+    kept_last = warp(logits.scatter_add(-1, last, -step)).gather(-1, last) > 0
+    return (kept_first | ~kept_last)[:, 0] & ~kept.all(-1)
 
 
 # ---- tests ---------------------------------------------------------------------------------------

@@ -5,26 +5,28 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from minispec.certify import examination
-from minispec.certify.common import GREEDY, Result, Verdict, describe, drafting_result
-from minispec.certify.conventions import Conventions, warper
-from minispec.certify.examination import Examination, Request, Row, is_greedy, keeps_lengths
+from minispec.certify.common import Result, Verdict, describe, drafting_result
+from minispec.certify.conventions import Conventions, Order, warper
+from minispec.certify.examination import Examination, Request, Row
 from minispec.certify.functions import toy_checkpoints as toy
 from minispec.certify.functions.decoder import FunctionDecoder, Implementation
 from minispec.certify.functions.enumeration import DrawsNothing, Enumeration
 from minispec.certify.functions.symbolic import CannotEnumerate
+from minispec.certify.requests import BATCH_SIZES, Place
 from minispec.certify.scoring import Scores, Tokens, Warp
 from minispec.certify.statistics import Distribution
-from minispec.generate import decode
+from minispec.certify.stream import KINDS, Stream, judge_row
+from minispec.checkpoints.load import load
 from minispec.model import Transformer
 from minispec.sampling import Sampling
 
-FUNCTION_CHECKS = "greedy", "limits", "exact", "statistical"
+FUNCTION_CHECKS = "exact", "greedy", "limits", "sampled", "statistical"
 VOCAB = 4  # of the statistical checks
 UNWARPED = Sampling(1.0)
 FUNCTION_SAMPLINGS = (
@@ -33,7 +35,7 @@ FUNCTION_SAMPLINGS = (
 )  # fmt: skip
 HOT = Sampling(2.0, top_k=VOCAB)  # some reject a top-k of the whole vocabulary
 GOOD_DRAFT, END_TOKEN, LONG_PROMPT = ", good draft", ", end token", ", long prompt"
-LENGTHS_AROUND_BLOCKS = [n for size in (16, 32, 64, 128, 256) for n in (size, size + 1)]
+DRAWN_WEIGHT, DRAWN_SEED = 16.0, 100
 BINARY_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
 REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
 
@@ -46,6 +48,7 @@ class Limits:
     runs: int = examination.MAX_RUNS  # of one statistical row
     outcomes: int = 400  # of one enumeration
     length: int = 8  # tokens of the longest sequences that are enumerated
+    requests: float = math.inf  # that are drawn
 
 
 THOROUGH = Limits(seconds=900.0, outcomes=4000)
@@ -90,45 +93,45 @@ class Cases:
 
     def rows(self, only: str, checks: tuple[str, ...]) -> list[Row]:
         """Return the rows of these checks that `only` selects."""
-        groups = {"greedy": self.greedy_rows, "limits": self.limit_rows, "exact": self.exact_rows,
-                  "statistical": self.statistical_rows}  # fmt: skip
         check, colon, _ = only.partition(": ")
-        chosen = [name for name in checks if not colon or name.endswith(check)]
-        rows = (row for name in groups if name in chosen for row in groups[name]())
+        chosen = tuple(name for name in checks if not colon or name.endswith(check))
+        rows = list(self.exact_rows()) if "exact" in chosen else []
+        rows += self.drawn_rows(only, chosen)
+        rows += self.statistical_rows() if "statistical" in chosen else []
         return examination.select(rows, only)
 
-    def greedy_rows(self) -> Iterator[Row]:
-        exams = [self.exam(f"model{seed}", seed) for seed in range(2)]
-        prompts = [random.Random(i).choices(range(24), k=1 + 5 * i) for i in range(6)]
-        for seed, exam in enumerate(exams):
-            yield Row("greedy", f"model {seed}", exam, is_greedy, (prompts, 24))
-        yield Row("greedy", "two models in turn", exams[0], is_greedy_in_turn, (exams[1], prompts))
-        exam = self.exam("long", 3, context=512)
-        prompts = [random.Random(n).choices(range(24), k=n) for n in LENGTHS_AROUND_BLOCKS]
-        yield Row("greedy", "prompts around block sizes", exam, is_greedy, (prompts, 24))
-        yield Row("greedy", "100 tokens", exams[1], is_greedy, ([[5, 6, 7], [3] * 20], 100))
-        exam = self.exam("loops", 0, loops=True)
-        yield Row("greedy", "text in loops", exam, is_greedy, ([[5, 6, 7], [2, 2, 2]], 60))
+    def drawn_rows(self, only: str, checks: tuple[str, ...]) -> list[Row]:
+        """Return the rows about drawn requests. The first to be judged takes the time of all."""
+        sizes = BATCH_SIZES if hasattr(self.decoder.impl, "many") else (1,)
+        rows = [Row(check, kind, None, judge_row, compared=check != "limits", weight=DRAWN_WEIGHT)
+                for check in KINDS if check in checks for kind in KINDS[check]
+                if kind != "batches" or len(sizes) > 1]  # fmt: skip
+        rows = examination.select(rows, only)
+        if not rows:
+            return []
+        places = [self.place(i) for i in range(len(toy.POOL))]
+        names = {(row.check, row.case) for row in rows}
+        stream = Stream(places, names, sizes, self.limits.requests)
+        stream.plain = stream.of_baseline()
+        return [row._replace(exam=places[0].exam, arguments=(stream, row.check, row.case),
+                             weight=DRAWN_WEIGHT / len(rows)) for row in rows]  # fmt: skip
 
-    def limit_rows(self) -> Iterator[Row]:
-        exam = self.exam("model0", 0)
-        yield Row("limits", "lengths", exam, keeps_lengths, ([1, 2, 3], [*range(12)]), False)
-        arguments = [1, 2, 3, 1, 2], [8, 3, 24, 1, 8]
-        yield Row("limits", "the same prompt again", exam, keeps_lengths, arguments, False)
-        yield Row("limits", "last rows of the context", exam, fills_context, (), False)
-        config, generation = "config.json", toy.GENERATION_CONFIG
-        for count, where in (1, config), (2, generation), (3, generation):
-            case = f"{count} end token{'s' * (count > 1)}, {where}"
-            yield Row("limits", case, exam, ends_everywhere, (self, count, where), False)
-        for seed in 0, 13:
-            model = self.exam(f"loops{seed}", seed, loops=True).model
-            tokens = decode(model, None, [1], max_new_tokens=60).tokens[30:]
-            loop = tokens[: tokens.index(tokens[0], 1)]  # repeated forever
-            eos = "config.json", loop[2]
-            exam = self.exam(f"loops{seed}", seed, loops=True, eos=eos)
-            prompts = [loop * 3 + loop[:i] for i in range(len(loop))]
-            case = f"end token in a loop of {len(loop)}"
-            yield Row("limits", case, exam, examination.ends_correctly, (prompts, 24), False)
+    def place(self, i: int) -> Place:
+        """Write a checkpoint at which requests are drawn. Its end tokens are such that its own text
+        has them."""
+        vocab, context, noise, loops, count, where = toy.POOL[i]
+        options = {"context": context, "noise": noise, "loops": loops}
+        exam = self.exam(f"drawn{i}", DRAWN_SEED + i, vocab, **options)
+        quality = "nearly right" if noise == toy.NEARLY_RIGHT else "half right"
+        facts = {"vocabulary": f"{vocab} tokens", "drafts": quality}
+        if count:
+            own = sorted(set(Place(exam).text))
+            ends = random.Random(i).sample(own, min(count, len(own)))
+            eos = where, ends if len(ends) > 1 else ends[0]
+            exam = self.exam(f"drawn{i}", DRAWN_SEED + i, vocab, eos=eos, **options)
+            facts["end tokens"] = f"{len(ends)} in {where}"
+        draft, _ = load(self.root / exam.name / "draft", "float64", "cpu")
+        return Place(exam, draft, facts)
 
     def exact_rows(self) -> Iterator[Row]:
         def row(vocab, seed, sampling, more="", weight=1.0, copies=1, **options) -> Row:
@@ -158,47 +161,6 @@ class Cases:
         yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=24, noise=toy.NEARLY_RIGHT)
 
 
-# ---- greedy and limits ---------------------------------------------------------------------------
-
-
-def is_greedy_in_turn(exam: Examination, other: Examination, prompts: list[list[int]]) -> Result:
-    """Check greedy answers of two checkpoints that are asked alternately."""
-    if other.baseline and not exam.baseline:  # it is the baseline that is judged
-        other = other.without_baseline()
-    for prompt, one in product(prompts, (exam, replace(other, evidence=exam.evidence))):
-        passed, detail = is_greedy(one, [prompt], 12, (GREEDY,))
-        if not passed:
-            return passed, detail
-    return True, f"{len(prompts)} prompts each"
-
-
-def fills_context(exam: Examination) -> Result:
-    """Check answers that end with the last row of the context."""
-    context = exam.model.config.context
-    for n in 1, 2, 5, 8:
-        prompt = random.Random(n).choices(range(exam.model.config.vocab_size), k=context - n)
-        passed, detail = keeps_lengths(exam, prompt, [n])
-        if not passed:
-            return False, f"prompt of {len(prompt)} tokens in a context of {context}: {detail}"
-    return True, f"prompts of up to {context - 1} tokens in a context of {context}"
-
-
-def ends_everywhere(exam: Examination, cases: Cases, count: int, where: str) -> Result:
-    """Check that an end token stops generation, for up to four tokens of a greedy run in turn. It
-    is the last of `count` end tokens in the file `where`; the others never occur."""
-    prompt = [3, 1, 4]
-    tokens = decode(cases.exam("plain", 2).model, None, prompt, max_new_tokens=12).tokens
-    others = [token for token in range(24) if token not in tokens][: count - 1]
-    ends = list(dict.fromkeys(tokens))[:4]
-    for end in ends:
-        eos = where, [*others, end] if others else end
-        one = replace(cases.exam(f"eos{count}-{end}", 2, eos=eos), evidence=exam.evidence)
-        passed, detail = examination.ends_correctly(one, [prompt], 12)
-        if not passed:  # None: the baseline has another model
-            return passed, f"end tokens {[*others, end]}: {detail}"
-    return True, f"at {len(ends)} offsets, greedily and with top-k 1 if supported"
-
-
 # ---- sampled -------------------------------------------------------------------------------------
 
 FLOAT32_TV_TOLERANCE = 1e-5  # total variation due to float32 rounding
@@ -221,8 +183,7 @@ def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
         left = max(0.1, end - time.monotonic())
         try:
             found = Enumerated(exam, request._replace(n=n), limits.outcomes, left)
-            ours = found.test(warper(sampling))
-            passed, detail = exam.conventions.resolve(sampling, ours, found.test)
+            passed, detail = exam.conventions.resolve(sampling, found.test(), found.test)
         except CannotEnumerate as error:
             if n > 1 or not isinstance(error, DrawsNothing):
                 return None, f"cannot be enumerated: {error}"
@@ -282,9 +243,9 @@ class Enumerated(Enumeration):
         sequences = [x for x in known if not examination.wrong_end([*x], n, config.eos_ids)]
         return Counter(probabilities(self.exam.model, prompt, warp, sequences))
 
-    def test(self, warp: Warp) -> Result:
+    def test(self, order: Order | None = None) -> Result:
         """Compare with `expected`. A sequence that is too probable is always a bias."""
-        expected = self.expected(warp)
+        expected = self.expected(warper(self.request.sampling, order))
         bias = excess(self.distribution, expected)
         tokens = f"{self.request.n} token{'s' * (self.request.n > 1)}"
         if bias > FLOAT32_TV_TOLERANCE:

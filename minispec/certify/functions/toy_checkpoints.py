@@ -16,7 +16,15 @@ MODEL_SHAPE = {  # such that engines support it
 }  # fmt: skip
 HALF_RIGHT, NEARLY_RIGHT = 0.06, 0.004  # noise in the draft's weights
 FLATNESS = 0.4  # of distributions: scales the weight of the last norm
-GENERATION_CONFIG = "generation_config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+POOL = (  # at which requests are drawn: vocabulary, context, noise, loops, end tokens, their file
+    (24, 128, HALF_RIGHT, False, 0, ""), (24, 128, NEARLY_RIGHT, False, 0, ""),
+    (2, 128, NEARLY_RIGHT, False, 0, ""), (4, 128, HALF_RIGHT, False, 0, ""),
+    (8, 128, NEARLY_RIGHT, True, 0, ""), (24, 512, HALF_RIGHT, False, 0, ""),
+    (24, 128, NEARLY_RIGHT, False, 1, CONFIG), (12, 128, NEARLY_RIGHT, True, 1, CONFIG),
+    (24, 128, HALF_RIGHT, True, 2, GENERATION_CONFIG),
+    (60, 256, HALF_RIGHT, False, 3, GENERATION_CONFIG),
+)  # fmt: skip
 
 
 def write_checkpoint(

@@ -146,7 +146,8 @@ def handles_load(ctx: ServerContext) -> Result:
     answers, ties = ctx.decoder.batch(requests), 0
     for request, tokens in list(zip(requests, answers))[::2]:  # the greedy ones
         plain = examination.baseline_tokens(ctx, request.prompt, request.n)
-        problem, differing = examination.difference(ctx, request.prompt, tokens[: request.n], plain)
+        kept = tokens[: request.n]
+        problem, differing, _ = examination.difference(ctx, request.prompt, kept, plain)
         if ctx.has_ids:
             problem = examination.wrong_end(tokens, request.n, ctx.model.config.eos_ids) or problem
         if problem:

@@ -1,0 +1,140 @@
+"""Every sampled token is evidence: its place in the distribution it was drawn from is uniform.
+
+Sort the target's distribution in any order that does not depend on the token drawn. The token's own
+interval [above, above + p) holds a number u, drawn uniformly. For a correct decoder all u are
+independent and uniform, whatever the prompts, the settings and the positions."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from minispec.certify import statistics
+from minispec.certify.conventions import OTHER_ORDERS, warper
+from minispec.certify.requests import Asked
+from minispec.certify.scoring import kept_if_raised, rounding_decides
+from minispec.remote.identity import answer_logits
+
+BINS = 10
+ORDERS = "likeliest first", "the draft's favourites first", "as after the same two tokens", "by id"
+WARPS = None, *OTHER_ORDERS.values()  # conventions, ours first
+ALARM = 1e-3  # probability that a right decoder is suspected, and again that this is confirmed
+MOST_TESTS = 400  # that share it
+LIMIT = ALARM / MOST_TESTS
+NOISE = "neighbours, sum", "neighbours, difference", "answers, difference"
+Stratum = tuple[str, str]  # kind and name
+
+
+@dataclass
+class Scored:
+    """The tokens of a sampled answer: u for each convention, order and token, and which count."""
+
+    u: np.ndarray  # (conventions, orders, n), in [0, 1)
+    counts: np.ndarray  # (conventions, n): False where rounding may decide what is kept
+    impossible: list[int | None]  # by convention: the first token that has probability 0
+
+
+def score(asked: Asked, tokens: list[int], rng: np.random.Generator) -> Scored:
+    """Place each token in the distributions that it may have been drawn from."""
+    prompt, _, sampling, _ = asked.request
+    logits = answer_logits(asked.place.model, prompt, tokens)  # (n, V)
+    drawn, margin = torch.tensor(tokens), max(1e-3, asked.place.exam.tolerance)
+    warps = [warper(sampling, order) for order in (WARPS if sampling.top_p < 1 else WARPS[:1])]
+    rows = [warp(logits) for warp in warps]
+    keys = order_keys(asked, tokens, rows[0])
+    u, counts, impossible, v = [], [], [], rng.random(len(tokens))
+    for warp, p in zip(warps, rows):
+        own = p[range(len(tokens)), drawn]
+        sure = ~rounding_decides(logits, p, warp, margin)
+        wrong = ((own == 0) & sure).nonzero()[:, 0].tolist()
+        wrong = [i for i in wrong if not kept_if_raised(logits[i], tokens[i], warp, margin)]
+        impossible.append(wrong[0] if wrong else None)
+        counts.append((sure & (own > 0)).numpy())
+        u.append([interval_starts(p.numpy(), key, tokens) + v * own.numpy() for key in keys])
+    spread = [0] * len(WARPS) if len(warps) == 1 else range(len(WARPS))
+    u = np.clip(np.array(u), 0.0, 1 - 1e-9)[spread]
+    return Scored(u, np.array(counts)[spread], [impossible[i] for i in spread])
+
+
+def interval_starts(p: np.ndarray, keys: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """The probability of all tokens that come before each of `tokens`: lowest key, then id."""
+    at = np.array(tokens)[:, None]
+    own = np.take_along_axis(keys, at, 1)
+    before = (keys < own) | ((keys == own) & (np.arange(p.shape[1]) < at))
+    return (p * before).sum(-1)
+
+
+def order_keys(asked: Asked, tokens: list[int], p: torch.Tensor) -> list[np.ndarray]:
+    """Return keys (n, V) for each order; the lowest comes first."""
+    prompt, _, sampling, _ = asked.request
+    keys = [-p.numpy(), np.zeros(p.shape), np.zeros(p.shape), np.zeros(p.shape)]
+    if asked.place.draft:
+        q = warper(sampling)(answer_logits(asked.place.draft, prompt, tokens))
+        keys[1] = -(q / p.clamp(min=1e-12)).numpy()
+    text = [*prompt, *tokens]
+    last: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)  # two tokens -> next -> where
+    for i in range(2, len(text)):
+        followers = last[tuple(text[i - 2 : i])]
+        if i >= len(prompt):
+            keys[2][i - len(prompt), list(followers)] = [-at for at in followers.values()]
+        followers[text[i]] = i
+    return keys
+
+
+@dataclass
+class Evidence:
+    """How often u fell into each bin, by stratum, convention and order."""
+
+    counts: dict[Stratum, np.ndarray] = field(
+        default_factory=lambda: defaultdict(lambda: np.zeros((len(WARPS), len(ORDERS), BINS), int))
+    )
+    previous: Scored | None = None
+
+    def add(self, asked: Asked, scored: Scored) -> None:
+        n = scored.u.shape[-1]
+        table = tabulate(scored.u, scored.counts)
+        for kind, name, first, end in asked.strata():
+            self.counts[kind, name] += table[..., min(first, n) : end, :].sum(-2)
+        both = scored.counts[:, 1:] & scored.counts[:, :-1]
+        left, right = scored.u[..., :-1], scored.u[..., 1:]
+        pairs = [(left + right, both), (left - right, both)]
+        if self.previous:
+            n = min(n, self.previous.u.shape[-1])
+            both = scored.counts[:, :n] & self.previous.counts[:, :n]
+            pairs.append((scored.u[..., :n] - self.previous.u[..., :n], both))
+        self.previous = scored
+        for name, (u, kept) in zip(NOISE, pairs):
+            self.counts["all", name] += tabulate(u % 1.0, kept).sum(-2)
+
+    def tokens(self, stratum: Stratum) -> int:
+        return int(self.counts[stratum][0, 0].sum())
+
+    def p(self, stratum: Stratum, convention: int = 0) -> tuple[float, int]:
+        """Return the smallest p-value of the orders, and the order."""
+        found = [uniform_p(row) for row in self.counts[stratum][convention]]
+        return min(found), int(np.argmin(found))
+
+
+def tabulate(u: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """(conventions, orders, n) -> (conventions, orders, n, BINS), one-hot or all zero."""
+    return ((u * BINS).astype(int)[..., None] == np.arange(BINS)) & kept[:, None, :, None]
+
+
+def uniform_p(counts: np.ndarray) -> float:
+    """The p-value of the G-test that these counts are equal in expectation."""
+    n = counts.sum()
+    if n < 5 * BINS:
+        return 1.0
+    observed = counts[counts > 0]
+    terms = observed * np.log(observed * BINS / n)
+    return statistics.chi_square_tail(2 * float(terms.sum()), BINS - 1)
+
+
+def detectable(tokens: int) -> float:
+    """The bias (a total variation, at most 1) that this many tokens would have shown."""
+    return min(1.0, ONE_TOKEN / math.sqrt(max(tokens, 1)))
+
+
+ONE_TOKEN = statistics.detectable_bias(BINS - 1, 1, LIMIT)
