@@ -46,7 +46,6 @@ from minispec.certify.examination import Examination, Request, run_rows, samples
 from minispec.certify.functions.checks import (
     BINARY_PROMPT,
     FUNCTION_SAMPLINGS,
-    HOT,
     REPETITIVE_PROMPT,
     Cases,
     Limits,
@@ -91,7 +90,7 @@ def through_text(checkpoint, prompt, **options):
 @pytest.mark.slow
 def test_a_correct_black_box_passes():
     verdicts = check(drafting(1), runs=20, outcomes=20, length=2)
-    rows = {"exact": 10, "greedy": 8, "limits": 5, "sampled": 10, "statistical": 10, "drafts": 1}
+    rows = {"exact": 12, "greedy": 8, "limits": 5, "sampled": 10, "statistical": 7, "drafts": 1}
     assert Counter(v.check for v in verdicts) == rows
     assert all(v.passed or "too many outcomes" in v.detail for v in verdicts), verdicts
     assert sum(v.passed is None for v in verdicts) < 6
@@ -111,7 +110,7 @@ def test_an_engine_may_batch_requests():
             return [lookup(checkpoint, **request) for request in requests]
 
     sizes: list[int] = []
-    (verdict,) = check(Engine(), "statistical: T=0.2")
+    (verdict,) = check(Engine(), "statistical: T=0.7")
     assert verdict.passed and sizes == [40], verdict
 
 
@@ -168,13 +167,13 @@ GREEDY, PROMPTS, POSITIONS = "greedy: all", "greedy: prompts", "greedy: position
         (wrong_on_long_prompts, [LENGTHS], [PROMPTS], "33 to 127 tokens"),
         (wrong_at_block_borders, [LENGTHS], [PROMPTS], "tokens"),
         (wrong_after_64_tokens, [LENGTHS], [POSITIONS], "from token 65"),
-        (first_end_token_only, [LAST], [ENDS], "in generation_config.json"),
+        (first_end_token_only, ["limits: lengths"], [ENDS], "in generation_config.json"),
         (runs_past_the_end, ["limits: lengths"], [ENDS], ""),
         (ends_missed_in_drafts, ["limits: lengths"], [ENDS], ""),
         (stops_at_ends_of_the_prompt, ["limits: lengths"], [ENDS], ""),
-        (stops_before_the_last_rows, [ENDS], [LAST], "the last 8 rows"),
+        (stops_before_the_last_rows, ["limits: lengths"], [LAST], "the last 8 rows"),
         (when_sampled(runs_past_the_end), [GREEDY], [ENDS], ""),
-        (when_sampled(fades), [LENGTHS], ["greedy: filters"], "top-k"),
+        (when_sampled(fades), [], ["greedy: filters"], "top-k"),
         (one_token_more, [GREEDY], [LENGTHS], ""),
     ],
 )  # fmt: skip
@@ -188,7 +187,7 @@ def test_a_fault_fails_exactly_the_rows_that_cover_it(fault, right, wrong, strat
 
 @pytest.mark.slow
 def test_a_state_that_is_kept_between_calls_is_detected():
-    wrong = [v for v in check(remembering(), "limits: ") if not v.passed]
+    wrong = [v for v in check(remembering(), "limits: turns", requests=400) if not v.passed]
     assert "later turns" in {v.detail.partition(":")[0] for v in wrong if v.case == "turns"}
     (verdict,) = check(keeping_one_model(), GREEDY)
     assert verdict.passed is False
@@ -209,10 +208,10 @@ no_top_p_with_top_k = changed(top_p=lambda o: 1.0 if o["top_k"] > 1 else o["top_
 @pytest.mark.parametrize(
     "fault, right, wrong",
     [
-        (clamped(0.5, 9.0), "statistical: T=0.7", "statistical: T=0.2"),
+        (clamped(0.5, 9.0), "statistical: T=0.7", "sampled: temperature"),
         (clamped(0.0, 1.5), "exact: vocab 3, T=1.5 top-k 2", "exact: vocab 3, T=2"),
-        (top_k_2, "statistical: T=1.5 top-k 2", "statistical: T=2"),
-        (changed(top_p=1.0), "statistical: T=1.5 top-k 2", "statistical: T=0.7"),
+        (top_k_2, "exact: vocab 3, T=1.5 top-k 2", "exact: vocab 3, T=2"),
+        (changed(top_p=1.0), "exact: vocab 3, T=1.5 top-k 2", "statistical: T=0.7"),
         (no_top_p_with_top_k, "exact: vocab 3, T=0.7", "exact: vocab 3, T=1.5 top-k 3"),
     ],
 )
@@ -321,7 +320,7 @@ def test_missing_and_unknown_tokens_fail_the_rows_of_samples(wrong):
     def impl(checkpoint, prompt, **options):
         return wrong(lookup(checkpoint, prompt, **options))
 
-    for name in "exact: vocab 3, T=0.7", "statistical: T=0.2":
+    for name in "exact: vocab 3, T=0.7", "statistical: T=0.7":
         (verdict,) = check(when_sampled(impl), name)
         assert verdict.passed is False, verdict
 
@@ -376,10 +375,9 @@ T_1, END_TOKEN, AFTER_LONG = "T=1 top-k 0 top-p 1", ", end token", ", long promp
         (no_top_p_at_1, lookup, "statistical: T=1 top-k 0 top-p 0.8", "statistical: T=0.7"),
         (argmax_of_one, lookup, f"exact: vocab 2, {T_1}", f"statistical: {T_1}"),
         (accepts_ends, drafting(1), f"exact: vocab 3, {T_1}{END_TOKEN}", f"exact: vocab 2, {T_1}"),
-        (accepts_ends, drafting(1), f"statistical: {T_1}{END_TOKEN}", f"statistical: {T_1}"),
+        (accepts_ends, drafting(1), "sampled: end tokens", f"statistical: {T_1}"),
         (after_long_prompts, drafting(1), f"exact: vocab 3, {T_1}{AFTER_LONG}",
          f"exact: vocab 2, {T_1}"),
-        (after_long_prompts, drafting(1), f"statistical: {T_1}{AFTER_LONG}", f"statistical: {T_1}"),
         (one_seed, lookup, f"statistical: {T_1}", "limits: all"),
     ],
 )  # fmt: skip
@@ -443,7 +441,7 @@ def test_runs_are_doubled_until_a_small_bias_is_detected(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [*FUNCTION_SAMPLINGS, HOT])
+@pytest.mark.parametrize("sampling", [*FUNCTION_SAMPLINGS, Sampling(2.0, top_k=4)])
 def test_distributions_that_are_too_sharp_are_not_passed(sampling, tmp_path):
     """They allow one sequence only, which a biased decoder finds as well."""
     folder, model = write_checkpoint(tmp_path, 22, vocab=4, flatness=50.0)
@@ -531,7 +529,7 @@ def test_an_exception_fails_the_exact_rows_too():
 def test_a_run_without_drafts_or_without_rejections_is_reported():
     for counts, passed, snippet in (
         ((0, 0), None, "no token was drafted"), ((5, 5), None, "no rejection"),
-        ((5, 2), True, "2 of 5 drafts accepted"),
+        ((5, 2), True, "drafts accepted"),
     ):  # fmt: skip
         (_, verdict) = check(partial(counted, counts=counts), LENGTHS, requests=10)
         assert verdict.passed is passed and snippet in verdict.detail

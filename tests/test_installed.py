@@ -63,7 +63,7 @@ def test_it_generates_and_certifies_in_any_folder(installed, tmp_path):
         assert json.loads(done.stdout)["model"] == "model" and (tmp_path / "page.html").exists()
     (tmp_path / "mine.py").write_text(IMPLEMENTATION)
     certify = ["-m", "minispec.certify", "--impl", "mine.py:plain", "--checks", "greedy,limits"]
-    done = run(installed, tmp_path, *certify)
+    done = run(installed, tmp_path, *certify, "--requests", "100")
     assert done.returncode == 0, done.stdout + done.stderr
     server = CorrectServer(*load(tmp_path / "model", "float64", "cpu"))
     with serving(server) as url, torch.no_grad():

@@ -205,7 +205,7 @@ def test_who_is_not_certified_gets_no_score(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(score, "LIMITS", Limits(1e9, 100, 10, 2))
     check = score.check_implementation
     monkeypatch.setattr(score, "check_implementation", lambda impl, limits: check(
-        impl, "T=1.5 top-k 2", ("statistical",), limits))  # fmt: skip
+        impl, "T=1.5 top-k 3", ("statistical",), limits))  # fmt: skip
     code, result, _ = run(tmp_path, PLAIN, capsys)
     assert code == 0 and result["certifier"].startswith("no loss found")
     code, result, _ = run(tmp_path, PLAIN.replace("rng.categorical(p)", "int(p.argmax())"), capsys)

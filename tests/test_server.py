@@ -903,7 +903,7 @@ def test_output_of_an_implementation_does_not_go_to_stdout(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert not json.loads(out)["passed"] and {"loading", "request", "child"} <= set(err.split())
     certify(*arguments, code=1)
-    table = r"(FAIL  greedy .*\n){6}0 of 6 passed in \d+ s\nLOSS in greedy \(6\)\n"
+    table = r"(FAIL  greedy .*\n){8}0 of 8 passed in \d+ s\nLOSS in greedy \(8\)\n"
     assert re.fullmatch(table, capfd.readouterr().out)
 
 

@@ -20,9 +20,8 @@ from minispec.remote.identity import answer_logits
 BINS = 10
 ORDERS = "likeliest first", "the draft's favourites first", "as after the same two tokens", "by id"
 WARPS = None, *OTHER_ORDERS.values()  # conventions, ours first
-ALARM = 1e-3  # probability that a right decoder is suspected, and again that this is confirmed
 MOST_TESTS = 400  # that share it
-LIMIT = ALARM / MOST_TESTS
+LIMIT = statistics.ALARM / MOST_TESTS
 NOISE = "neighbours, sum", "neighbours, difference", "answers, difference"
 Stratum = tuple[str, str]  # kind and name
 

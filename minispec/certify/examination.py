@@ -15,7 +15,7 @@ from minispec.certify.common import GREEDY, Failed, NotSupported, Result, RowTim
 from minispec.certify.compare import TIE, Reference, divergence
 from minispec.certify.conventions import Conventions, Order, warper
 from minispec.certify.scoring import Scores, Warp, deviation, normalise_end, smallest_p
-from minispec.certify.statistics import FALSE_ALARM
+from minispec.certify.statistics import ALARM
 from minispec.model import Transformer
 from minispec.remote.client import RequestError
 from minispec.remote.identity import largest_gap
@@ -26,6 +26,7 @@ FIRST_RUNS, MAX_RUNS = 100, 51_200  # the runs are doubled from the one to the o
 SUSPICIOUS, PATIENCE = 1e-3, 8  # with a smaller p-value, a row may take 8 times as long
 ROW_SECONDS = 600  # a row may always take so long
 TARGET_BIAS = 0.03  # more runs than are needed to detect this are not made
+FRESH_SEEDS = 10**6  # of the samples that confirm a suspicion
 MIN_ENTROPY = 0.25  # bits per token; samples from sharper distributions prove little
 
 
@@ -255,8 +256,8 @@ def ends_correctly(exam: Examination, prompts: list[list[int]], n: int) -> Resul
 class Samples:
     """Samples of a decoder and its baseline for one request with different seeds."""
 
-    def __init__(self, exam: Examination, request: Request):
-        self.exam, self.request, self.n = exam, request, request.n
+    def __init__(self, exam: Examination, request: Request, first: int = 0):
+        self.exam, self.request, self.n, self.first = exam, request, request.n, first
         self.samples: list[list[tuple[int, ...]]] = [[] for _ in exam.decoders]
         self.scores: dict[Warp, Scores] = {}
         self.p = self.bias = 1.0  # of the last test
@@ -266,7 +267,8 @@ class Samples:
         """Draw samples until there are `runs`; describe the first invalid one, or return ""."""
         model = self.exam.model
         for decoder, samples in zip(self.exam.decoders, self.samples):
-            requests = [self.request._replace(seed=i) for i in range(len(samples), runs)]
+            seeds = range(self.first + len(samples), self.first + runs)
+            requests = [self.request._replace(seed=seed) for seed in seeds]
             for request, tokens in zip(requests, decoder.batch(requests), strict=True):
                 self.exam.remember(request, tokens=tokens)
                 tokens = tokens[: self.n]  # too many are reported elsewhere
@@ -283,13 +285,14 @@ class Samples:
         scores = self.scores.setdefault(warp, scores).add(chain(*self.samples))
         samples, *others = self.samples
         if scores.impossible and not others:
+            self.p = 0.0
             return False, f"sampled {scores.impossible}, which has probability 0"
         entropy = scores.entropy(samples)
         if entropy < MIN_ENTROPY:
             return None, too_sharp(entropy)
         if (share := scores.uncertain(5 / len(samples))) > 0.01:
             return None, f"rounding may decide which tokens are kept in {share:.0%} of the answers"
-        self.p, where, self.bias = smallest_p(scores, samples, *others)
+        self.p, where, self.bias = smallest_p(scores, samples, *(others or [None]), alarm)
         if self.p <= alarm:
             cell, self.example = deviation(scores, samples, *(others or [None]), where)
             where = f"{where} ({cell})"
@@ -307,7 +310,7 @@ def samples_fit(exam: Examination, request: Request, runs: int) -> Result:
     """Test samples by χ². The runs are doubled until a bias of TARGET_BIAS would be detected, there
     are `runs` of them, or the next doubling would take too long."""
     samples, begin, count = Samples(exam, request), time.monotonic(), FIRST_RUNS
-    alarm = FALSE_ALARM / math.log2(MAX_RUNS / FIRST_RUNS)  # for each test
+    alarm = ALARM / math.log2(MAX_RUNS / FIRST_RUNS)  # for each test
     while True:
         if problem := samples.draw(min(count, runs)):
             return False, problem
@@ -317,13 +320,26 @@ def samples_fit(exam: Examination, request: Request, runs: int) -> Result:
         if not result[0] or samples.bias <= TARGET_BIAS or count >= runs or late:
             break
         count *= 2
+    if result[0] is False:
+        result = confirmed(exam, samples, min(count, runs), result)
     tokens, seeds = [*samples.samples[0][samples.example]], [0, min(count, runs) - 1]
     exam.remember(request._replace(seed=samples.example), tokens=tokens, seeds=seeds,
                   detectable_tv=samples.bias)  # fmt: skip
-    if len(set(samples.samples[0])) == 1 and result[0] is False:
-        result = False, "the same tokens for every seed"
-    
+
     def other(order: Order) -> Result:
         return samples.test(warper(request.sampling, order), alarm)
 
     return exam.conventions.resolve(request.sampling, result, other)
+
+
+def confirmed(exam: Examination, samples: Samples, runs: int, result: Result) -> Result:
+    """Return a failure only if fresh samples fail as well, or no luck explains it."""
+    if len(set(samples.samples[0])) == 1:
+        return False, "the same tokens for every seed"
+    if samples.p == 0:
+        return result
+    fresh = Samples(exam, samples.request, FRESH_SEEDS)
+    if problem := fresh.draw(2 * runs):
+        return False, problem
+    passed, detail = fresh.test(warper(samples.request.sampling), ALARM)
+    return passed, f"{result[1]}; of fresh samples: {detail}"

@@ -119,16 +119,18 @@ def conversation(rng: Random, place: Place, size: int) -> Iterator[list[Asked]]:
     """Yield batches of `size` requests for one to three turns; expects their answers."""
     turns, config = rng.choice((1, 1, 2, 3)), place.model.config
     most = config.context - 1 if turns == 1 else config.context // 4
-    prompts = [draw_prompt(rng, place, most) for _ in range(size)]
+    talks = [(draw_prompt(rng, place, most), draw_sampling(rng, config.vocab_size))
+             for _ in range(size)]  # fmt: skip
     for turn in range(turns):
         batch = []
-        for prompt in prompts:
+        for prompt, sampling in talks:
             n = draw_length(rng, config.context - len(prompt))
             n = n if turn == turns - 1 else min(n, config.context // 4)
-            seed, sampling = rng.getrandbits(31), draw_sampling(rng, config.vocab_size)
-            batch.append(Asked(place, Request(prompt, n, sampling, seed), turn, size))
+            request = Request(prompt, n, sampling, rng.getrandbits(31))
+            batch.append(Asked(place, request, turn, size))
         answers = yield batch
         more = rng.choices(range(config.vocab_size), k=rng.choice((0, 0, 1, 3)))
-        prompts = [[*prompt, *answer, *more] if rng.random() < 0.85 else prompt
-                   for prompt, answer in zip(prompts, answers)]  # fmt: skip
-        prompts = [prompt for prompt in prompts if len(prompt) < config.context]
+        talks = [([*prompt, *answer, *more] if rng.random() < 0.7 else prompt,
+                  sampling if rng.random() < 0.5 else draw_sampling(rng, config.vocab_size))
+                 for (prompt, sampling), answer in zip(talks, answers)]  # fmt: skip
+        talks = [(prompt, x) for prompt, x in talks if len(prompt) < config.context]

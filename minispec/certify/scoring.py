@@ -159,10 +159,12 @@ UNIFORM = {  # by the number of tokens
 
 
 def smallest_p(
-    scores: Scores, samples: list[Tokens], other: list[Tokens] | None = None
-) -> tuple[float, str, float]:
+    scores: Scores, samples: list[Tokens], other: list[Tokens] | None = None,
+    alarm: float = statistics.FALSE_ALARM,
+) -> tuple[float, str, float]:  # fmt: skip
     """Return the smallest p-value of several χ² tests, times their number (Bonferroni); the name of
-    its test; and the total variation at one token or pair of tokens that they would detect.
+    its test; and the total variation at one token or pair of tokens that they would detect if a
+    smaller p-value than `alarm` is an alarm.
 
     The tests compare the samples with the exact distribution, or with `other`, the samples of
     another decoder: the first tokens jointly, each position, and each pair of neighbours; and, with
@@ -179,7 +181,7 @@ def smallest_p(
         shared = (counts.keys() & others.keys()) - {EVERY, EVERY_PAIR}
         results = [(statistics.two_sample_p(counts[name], others[name]), name) for name in shared]
     p, where = min(results)
-    bias = statistics.detectable_bias(PAIR_BINS**2 - 1, n, statistics.FALSE_ALARM / len(results))
+    bias = statistics.detectable_bias(PAIR_BINS**2 - 1, n, alarm / len(results))
     return min(1.0, len(results) * p), where, bias
 
 

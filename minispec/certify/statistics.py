@@ -7,7 +7,8 @@ from itertools import count
 
 import torch
 
-FALSE_ALARM = 1e-6  # probability that one statistical check fails a correct decoder
+ALARM = 1e-3  # probability that a right decoder looks biased to one check, and that fresh samples
+FALSE_ALARM = ALARM**2  # then confirm it; of both
 Distribution = dict[tuple[int, ...], float]  # tokens -> probability
 Cell = tuple[float, float]  # of a χ² test: two counts, observed and expected or of two samples
 

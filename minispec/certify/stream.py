@@ -15,9 +15,10 @@ import numpy as np
 from minispec.certify import evidence
 from minispec.certify.common import Failed, NotSupported, Result
 from minispec.certify.conventions import Order
-from minispec.certify.evidence import ALARM, LIMIT, NOISE, ORDERS, WARPS, Evidence, Stratum
+from minispec.certify.evidence import LIMIT, NOISE, ORDERS, WARPS, Evidence, Stratum
 from minispec.certify.examination import Examination, baseline_tokens, difference, wrong_end
 from minispec.certify.requests import Asked, Place, conversation
+from minispec.certify.statistics import ALARM
 from minispec.sampling import Sampling
 
 KINDS = {  # of strata, by check
@@ -158,6 +159,8 @@ class Stream:
             exam = asked.place.exam
             plain = baseline_tokens(exam, prompt, n)
             problem, ties, at = difference(exam, prompt, kept, plain)
+            if n and not kept:
+                problem = "an answer has no tokens"
             self.record("greedy", asked, tokens, problem, at, ties)
         elif kept:
             self.record("sampled", asked, tokens)
@@ -201,6 +204,8 @@ class Stream:
         suspects = [x for x in self.evidence.counts if ("sampled", x[0]) in self.rows
                     and all(self.fails(x, i) for i in range(len(WARPS)))
                     and (x, 0) not in self.impossible]  # fmt: skip
+        suspects = list({x[0]: x for x in sorted(suspects, key=lambda x: -self.evidence.p(x)[0])}
+                        .values())  # the most suspicious one of each kind
         if not suspects:
             return
         limit, end = ALARM / len(LOOKS) / len(suspects), time.monotonic() + seconds

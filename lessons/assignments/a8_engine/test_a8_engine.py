@@ -299,7 +299,7 @@ def test_the_certifier_s_black_box_checks(impl, tmp_path):
     )
     folder, _ = write_checkpoint(tmp_path, 0, vocab=24)
     impl.black_box(folder, [1, 2], max_new_tokens=1, **settings)
-    limits = Limits(seconds=1e9, runs=100)
-    for name in "greedy: model 0", "limits: lengths", "limits: 1 end", "statistical: T=0.7":
+    limits = Limits(seconds=1e9, runs=100, requests=100)
+    for name in "greedy: all", "limits: all", "limits: end tokens", "statistical: T=0.7":
         for verdict in check_implementation(impl.black_box, name, limits=limits):
             assert verdict.passed, f"the certifier says: {verdict.case}: {verdict.detail}"

@@ -17,13 +17,13 @@ MODEL_SHAPE = {  # such that engines support it
 HALF_RIGHT, NEARLY_RIGHT = 0.06, 0.004  # noise in the draft's weights
 FLATNESS = 0.4  # of distributions: scales the weight of the last norm
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-POOL = (  # at which requests are drawn: vocabulary, context, noise, loops, end tokens, their file
-    (24, 128, HALF_RIGHT, False, 0, ""), (24, 128, NEARLY_RIGHT, False, 0, ""),
-    (2, 128, NEARLY_RIGHT, False, 0, ""), (4, 128, HALF_RIGHT, False, 0, ""),
-    (8, 128, NEARLY_RIGHT, True, 0, ""), (24, 512, HALF_RIGHT, False, 0, ""),
-    (24, 128, NEARLY_RIGHT, False, 1, CONFIG), (12, 128, NEARLY_RIGHT, True, 1, CONFIG),
-    (24, 128, HALF_RIGHT, True, 2, GENERATION_CONFIG),
-    (60, 256, HALF_RIGHT, False, 3, GENERATION_CONFIG),
+POOL = (  # at which requests are drawn: vocabulary, context, flatness, noise, loops, end tokens
+    (24, 128, 0.4, 0.03, False, 0, ""), (24, 128, 0.4, NEARLY_RIGHT, False, 0, ""),
+    (2, 128, 0.2, HALF_RIGHT, False, 0, ""), (4, 128, 0.05, HALF_RIGHT, False, 0, ""),
+    (8, 128, 0.3, 0.02, True, 0, ""), (24, 512, 0.4, 0.03, False, 0, ""),
+    (60, 256, 0.1, HALF_RIGHT, False, 0, ""), (24, 128, 0.4, 0.02, False, 1, CONFIG),
+    (12, 128, 0.3, 0.03, True, 1, CONFIG), (24, 128, 0.3, 0.02, True, 2, GENERATION_CONFIG),
+    (60, 128, 0.2, 0.03, False, 3, GENERATION_CONFIG),
 )  # fmt: skip
 
 
