@@ -496,8 +496,8 @@ def test_an_exception_is_reported_with_the_decoders_own_line(tmp_path):
     file.write_text("import torch\n\n\n@torch.no_grad()\ndef decode(*_, **options):\n"
                     "    return torch.nn.functional.linear(torch.ones(2), torch.ones(3, 4))\n")
     (verdict,) = check(import_function(f"{file}:decode"), "limits: lengths")
-    assert verdict.detail.startswith("raised RuntimeError: ")
-    assert verdict.detail.endswith("seed 0; engine.py, line 6)")
+    assert verdict.detail.startswith("no tokens: raised RuntimeError: ")
+    assert verdict.detail.endswith("; engine.py, line 6)")
 
 
 def test_unsupported_options_are_skipped():
