@@ -486,7 +486,7 @@ def test_a_call_that_does_not_return_fails_and_a_row_that_takes_long_is_skipped(
     assert decoder.seconds == [SECONDS_AFTER_HANGING]
     monkeypatch.setattr(examination, "ROW_SECONDS", 0.1)
     monkeypatch.setattr(examination, "PATIENCE", 0)
-    (verdict,) = check(waits_forever, "limits: lengths")
+    (verdict,) = check_implementation(waits_forever, "limits: lengths", limits=Limits(0.1))
     assert verdict.passed is None and "not enough time: the row did not return" in verdict.detail
     time.sleep(0.2)  # no alarm is left
 

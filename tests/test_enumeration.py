@@ -117,6 +117,16 @@ def test_rounded_and_converted_numbers_are_followed(function, uniform):
     assert "float" not in globals() and type(math).__name__ == "module"
 
 
+def test_a_replaced_float_that_a_library_rejects_is_not_the_decoders_error():
+    def function(seed):
+        u = float(random.random())
+        return (int(u < torch.zeros((), dtype=float) + 0.5),)
+
+    with pytest.raises(CannotEnumerate, match="with intercepted random numbers only"):
+        Enumeration(function)
+    assert function(0) in ((0,), (1,))
+
+
 NUMBERS = queue.Queue(maxsize=2)
 
 

@@ -118,9 +118,10 @@ def run_rows(rows: list[Row], seconds: float) -> Iterator[Verdict]:
     weights = [row.weight * len(exam.decoders) for row, exam in judged]
     for i, (row, exam) in enumerate(judged):
         exam.share = weights[i] / (sum(weights[i:]) or 1.0)
-        exam.seconds = exam.share * max(0.0, end - time.monotonic())
+        left = max(0.0, end - time.monotonic())
+        exam.seconds = exam.share * left
         try:
-            passed, detail = evaluate(row, exam)
+            passed, detail = evaluate(row, exam, max(ROW_SECONDS, PATIENCE * exam.seconds, left))
         except RequestError as error:
             yield Verdict(row.check, row.case, False, str(error))
             raise
@@ -132,11 +133,11 @@ def run_rows(rows: list[Row], seconds: float) -> Iterator[Verdict]:
             yield Verdict("baseline", f"{row.check}, {row.case}", passed or None, detail)
 
 
-def evaluate(row: Row, exam: Examination) -> Result:
-    """Judge one row; an exception fails only this row."""
+def evaluate(row: Row, exam: Examination, seconds: float) -> Result:
+    """Judge one row; an exception fails only this row, and so many seconds skip it."""
     exam.evidence.clear()
     try:
-        with common.time_limit(max(ROW_SECONDS, PATIENCE * exam.seconds), RowTimeOver):
+        with common.time_limit(seconds, RowTimeOver):
             return row.function(exam, *row.arguments)
     except RowTimeOver as error:
         return None, f"not enough time: the row {error}"

@@ -112,7 +112,7 @@ class Enumeration:
                 tokens = self.function(seed)
         except Exception as error:
             if not CannotEnumerate.last:
-                for _ in range(8):
+                for _ in range(0 if self.converting else 8):
                     self.function(next(self.seeds))  # raises if it is the decoder's own error
                 raise CannotEnumerate(f"with intercepted random numbers only: {error}") from error
         if CannotEnumerate.last:  # the decoder has suppressed it, or it came from another thread
