@@ -281,6 +281,19 @@ def after_long_prompts(checkpoint, prompt, **options):
     return fault(checkpoint, prompt, **options)
 
 
-nearly_right_temperature = changed(temperature=lambda o: o["temperature"] and 1.004)
+@functools.cache
+def distribution(checkpoint: str, tokens: tuple[int, ...], sampling: Sampling) -> torch.Tensor:
+    model = loaded(checkpoint)
+    return probs(model.logits(model([*tokens])[0, -1:]), sampling)[0]
+
+
+def nearly_right_temperature(checkpoint, prompt, *, max_new_tokens, seed, **options):
+    """Plain decoding at T = 1.004 instead of 1, fast enough for many replays."""
+    randomness, tokens, sampling = Seeded(seed), tuple(prompt), Sampling(1.004)
+    for _ in range(max_new_tokens):
+        tokens += (randomness.categorical(distribution(checkpoint, tokens, sampling)),)
+    return tokens[len(prompt) :]
+
+
 no_top_p_at_1 = changed(top_p=lambda o: 1.0 if o["temperature"] == 1 else o["top_p"])
 one_seed = changed(seed=0)

@@ -263,7 +263,7 @@ class Enumerated(Enumeration):
         if self.complete:
             return True, f"TV {bias:.1e} over sequences of {tokens}"
         share = f"in the likeliest {self.covered:.0%} of {tokens}"
-        return True, f"no bias found {share}; a TV of {1 - self.covered:.2f} could hide in the rest"
+        return True, f"no bias found {share}; a TV of {1 - self.covered:.2g} could hide in the rest"
 
 
 def excess(found: Distribution, exact: Distribution) -> float:
