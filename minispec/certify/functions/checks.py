@@ -102,7 +102,7 @@ class Cases:
     def drawn_rows(self, only: str, checks: tuple[str, ...]) -> list[Row]:
         """Return the rows about drawn requests. The first to be judged takes the time of all."""
         sizes = BATCH_SIZES if hasattr(self.decoder.impl, "many") else (1,)
-        rows = [Row(check, kind, None, judge_row, compared=check != "limits", weight=DRAWN_WEIGHT)
+        rows = [Row(check, kind, None, judge_row, compared=check != "limits")
                 for check in KINDS if check in checks for kind in KINDS[check]
                 if kind != "batches" or len(sizes) > 1]  # fmt: skip
         rows = examination.select(rows, only)
@@ -113,7 +113,7 @@ class Cases:
         stream = Stream(places, names, sizes, self.limits.requests)
         stream.plain = stream.of_baseline()
         return [row._replace(exam=places[0].exam, arguments=(stream, row.check, row.case),
-                             weight=DRAWN_WEIGHT / len(rows)) for row in rows]  # fmt: skip
+                             weight=DRAWN_WEIGHT * (i == 0)) for i, row in enumerate(rows)]
 
     def place(self, i: int) -> Place:
         """Write a checkpoint at which requests are drawn. Its end tokens are such that its own text
