@@ -30,7 +30,7 @@ SLOW = {
     "TenFaultsAlone": "limits: all", "KeepsAnswers": "limits: turns",
     "DefaultTopK": "sampled: vocabulary", "WrongResidualLate": "sampled: positions",
     "ArgmaxInLastRows": "sampled: end of the context", "ColdIsGreedy": "sampled: temperature",
-    "ConstantSeed": "sampled: all", "FewSeeds": "sampled: positions", "Lenient": "sampled: all",
+    "Wraps": "sampled: all", "ConstantSeed": "sampled: all", "FewSeeds": "sampled: positions", "Lenient": "sampled: all",
     "ResamplesFromTarget": "sampled: all", "ExcludesOnly": "sampled: all",
     "SquaredBonus": "sampled: all", "GreedyBonus": "sampled: all", "Typical": "sampled: all",
     "CoinAlsoDraws": "sampled: all", "MinP": "sampled: all", "TemperatureTwice": "sampled: all",
@@ -102,4 +102,4 @@ def test_a_bias_that_depends_on_the_context_is_found_by_exact_rows(name):
 
 def test_the_table_is_complete():
     assert len(BIASED) >= 30 and len(RIGHT) >= 20
-    assert BIASED.keys() - {*FAST, *SLOW, *EXACT} == {"GumbelReused", "Wraps"}  # test_blackbox.py
+    assert BIASED.keys() - {*FAST, *SLOW, *EXACT} == {"GumbelReused"}  # seen in more time

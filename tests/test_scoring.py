@@ -1,15 +1,19 @@
 """Scores of sampled sequences, on models whose distribution is known."""
 
+import math
 import random
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from conftest import random_model
 
+from minispec.certify import evidence
 from minispec.certify.conventions import warper
 from minispec.certify.scoring import FIRST, Scores, deviation, normalise_end, smallest_p
+from minispec.certify.statistics import bennett_p
 from minispec.certify.toys import small_model
 from minispec.generate import decode
 from minispec.remote.identity import largest_gap
@@ -138,3 +142,20 @@ def test_only_greedy_tokens_have_a_gap_of_zero():
 def test_end_tokens_are_normalised():
     assert normalise_end([3, 7, 5, 2], (5, 7)) == (3, 5) and normalise_end([3, 2], (5,)) == (3, 2)
     assert Counter([normalise_end([], ())]) == {(): 1}
+
+
+def test_bennetts_bound_is_above_the_probability_of_a_binomial_tail():
+    n, p = 400, 0.2
+    for excess in 20, 40, 60:
+        tail = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(80 + excess, n + 1))
+        assert tail < bennett_p(excess, n * p * (1 - p)) < 300 * tail
+    assert bennett_p(0.0, 0.0) == 1.0
+
+
+def test_repeated_noise_repeats_tokens_more_often_than_expected():
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.ones(6), 200)
+    noise = rng.random(200)
+    for period, least, most in (20, 20.0, 1e9), (200, -15.0, 15.0):
+        tokens = [int((row.cumsum() < noise[i % period]).sum()) for i, row in enumerate(p)]
+        assert least < evidence.count_repeats(p, tokens)[19, 0] < most

@@ -23,6 +23,8 @@ WARPS = None, *OTHER_ORDERS.values()  # conventions, ours first
 MOST_TESTS = 400  # that share it
 LIMIT = statistics.ALARM / MOST_TESTS
 NOISE = "neighbours, sum", "neighbours, difference", "answers, difference"
+REPEATS = "all", "repeated tokens"
+LAGS = 100  # tokens between two that are compared
 Stratum = tuple[str, str]  # kind and name
 
 
@@ -33,6 +35,7 @@ class Scored:
     u: np.ndarray  # (conventions, orders, n), in [0, 1)
     counts: np.ndarray  # (conventions, n): False where rounding may decide what is kept
     impossible: list[int | None]  # by convention: the first token that has probability 0
+    repeats: np.ndarray  # (LAGS, 2): see `count_repeats`
 
 
 def score(asked: Asked, tokens: list[int], rng: np.random.Generator) -> Scored:
@@ -54,7 +57,20 @@ def score(asked: Asked, tokens: list[int], rng: np.random.Generator) -> Scored:
         u.append([interval_starts(p.numpy(), key, tokens) + v * own.numpy() for key in keys])
     spread = [0] * len(WARPS) if len(warps) == 1 else range(len(WARPS))
     u = np.clip(np.array(u), 0.0, 1 - 1e-9)[spread]
-    return Scored(u, np.array(counts)[spread], [impossible[i] for i in spread])
+    repeats = count_repeats(rows[0].numpy() if len(warps) == 1 else np.ones((0, 1)), tokens)
+    return Scored(u, np.array(counts)[spread], [impossible[i] for i in spread], repeats)
+
+
+def count_repeats(p: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """For each lag, return by how much more often than expected a token equals the one that was so
+    many tokens before, and the variance of this number. Noise that is used again repeats tokens,
+    even in other contexts."""
+    token = np.array(tokens[: len(p)], int)
+    expected, equal = p[:, token], token[:, None] == token
+    at, before = np.tril_indices(len(token), -1)
+    lags, chance = np.minimum(at - before, LAGS) - 1, expected[at, before]
+    parts = (equal[at, before] - chance), chance * (1 - chance)
+    return np.stack([np.bincount(lags, part, LAGS) for part in parts], -1)
 
 
 def interval_starts(p: np.ndarray, keys: np.ndarray, tokens: list[int]) -> np.ndarray:
@@ -90,10 +106,12 @@ class Evidence:
         default_factory=lambda: defaultdict(lambda: np.zeros((len(WARPS), len(ORDERS), BINS), int))
     )
     previous: Scored | None = None
+    repeats: np.ndarray = field(default_factory=lambda: np.zeros((LAGS, 2)))
 
     def add(self, asked: Asked, scored: Scored) -> None:
         n = scored.u.shape[-1]
         table = tabulate(scored.u, scored.counts)
+        self.repeats += scored.repeats
         for kind, name, first, end in asked.strata():
             self.counts[kind, name] += table[..., min(first, n) : end, :].sum(-2)
         both = scored.counts[:, 1:] & scored.counts[:, :-1]
@@ -108,12 +126,20 @@ class Evidence:
             self.counts["all", name] += tabulate(u % 1.0, kept).sum(-2)
 
     def tokens(self, stratum: Stratum) -> int:
-        return int(self.counts[stratum][0, 0].sum())
+        counted = ("all", "all tokens") if stratum == REPEATS else stratum
+        return int(self.counts[counted][0, 0].sum())
+
+    def p_values(self, stratum: Stratum, convention: int = 0) -> list[float]:
+        """Return the p-value of each order, or of each lag."""
+        if stratum != REPEATS:
+            return [uniform_p(row) for row in self.counts[stratum][convention]]
+        return [statistics.bennett_p(*row) for row in self.repeats.tolist()]
 
     def p(self, stratum: Stratum, convention: int = 0) -> tuple[float, int]:
-        """Return the smallest p-value of the orders, and the order."""
-        found = [uniform_p(row) for row in self.counts[stratum][convention]]
-        return min(found), int(np.argmin(found))
+        """Return the smallest p-value of the orders or lags, and which it is."""
+        found = self.p_values(stratum, convention)
+        several = len(found) / len(ORDERS)  # lags count as more tests than orders
+        return min(1.0, min(found) * several), int(np.argmin(found))
 
 
 def tabulate(u: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -75,6 +75,7 @@ class Asked:
         for low, high in POSITIONS:
             if low < n:
                 name = f"tokens {low + 1} to {high}" if high < END else f"from token {low + 1}"
+                name = "first token" if high == 1 else name
                 yield "positions", name, low, min(high, n)
         last = max(0, self.place.model.config.context - LAST_ROWS - len(prompt))
         if last < n:

@@ -60,6 +60,8 @@ class Scores:
         if len(ends) > 1:  # all count as the first, as in `normalise_end`
             rows[:, ends[0]] = rows[:, ends].sum(-1)
             rows[:, ends[1:]] = 0.0
+        last = rows.masked_fill(rows == 0, torch.inf).min(-1).values  # kept token's probability
+        unsure = (last * rounding_decides(logits, rows, self.warp, self.margin)).tolist()
         entropy = torch.special.entr(rows).sum(-1).div(math.log(2)).tolist()
         intervals = [(0.0, 1.0), *edge_intervals(rows, tree)]
         children = {(p, t): i for i, (p, t) in enumerate(zip(tree.parents, tree.tokens)) if i}
@@ -67,7 +69,7 @@ class Scores:
             node, probability, found, bits = 0, 1.0, [], 0.0
             for n, token in enumerate(sequence):
                 if probability >= SMALLEST_CELL:
-                    self.remember(sequence[:n], probability, logits[node], rows[node])
+                    self.remember(sequence[:n], probability, rows[node], unsure[node])
                 bits += entropy[node] / len(sequence)
                 above, p = intervals[children[node, token]]
                 if p == 0:
@@ -76,13 +78,12 @@ class Scores:
                 probability, node = probability * p, children[node, token]
             self.intervals[sequence], self.entropies[sequence] = found, bits
 
-    def remember(self, prefix: Tokens, probability: float, logits: Tensor, row: Tensor) -> None:
+    def remember(self, prefix: Tokens, probability: float, row: Tensor, unsure: float) -> None:
         """Keep the likely continuations of a likely prefix, from which cells are made."""
         if prefix not in self.likely:
             likely = (probability * row >= SMALLEST_CELL).nonzero()[:, 0].tolist()
             self.likely[prefix] = {(*prefix, t): probability * float(row[t]) for t in likely}
-            doubtful = rounding_decides(logits[None], row[None], self.warp, self.margin)
-            self.doubtful[prefix] = probability * float(row[row > 0].min()) * bool(doubtful)
+            self.doubtful[prefix] = probability * unsure
 
     def explain(self, logits: Tensor, sequence: Tokens) -> float:
         """Return `above` of a last token with probability 0: impossible, unless due to rounding."""
@@ -140,6 +141,8 @@ def rounding_decides(logits: Tensor, rows: Tensor, warp: Warp, margin: float) ->
     """Return for each row (n,) whether rounding may decide between the last token that the warpers
     keep and the first one that they remove."""
     kept = rows > 0
+    if bool(kept.all()):
+        return ~kept.any(-1)
     first = logits.masked_fill(kept, -torch.inf).argmax(-1, keepdim=True)
     last = logits.masked_fill(~kept, torch.inf).argmin(-1, keepdim=True)
     step = torch.full_like(first, margin, dtype=logits.dtype)

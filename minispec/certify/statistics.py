@@ -58,6 +58,15 @@ def chi_square_tail(chi2: float, freedom: int) -> float:
     return float(torch.special.gammaincc(*half))
 
 
+def bennett_p(excess: float, variance: float) -> float:
+    """Return a bound of the p-value of a sum of martingale differences, none of which exceeds 1,
+    with this variance in total (Bennett's inequality)."""
+    if variance <= 0:
+        return 1.0
+    x = abs(excess) / variance
+    return min(1.0, 2 * math.exp(-variance * ((1 + x) * math.log1p(x) - x)))
+
+
 def detectable_bias(freedom: int, runs: float, false_alarm: float = FALSE_ALARM) -> float:
     """Return the total variation that a χ² test detects with probability 0.9, whatever its shape.
 

@@ -15,7 +15,7 @@ import numpy as np
 from minispec.certify import evidence
 from minispec.certify.common import Failed, NotSupported, Result
 from minispec.certify.conventions import Order
-from minispec.certify.evidence import LIMIT, NOISE, ORDERS, WARPS, Evidence, Stratum
+from minispec.certify.evidence import LIMIT, NOISE, ORDERS, REPEATS, WARPS, Evidence, Stratum
 from minispec.certify.examination import Examination, baseline_tokens, difference, wrong_end
 from minispec.certify.requests import Asked, Place, conversation
 from minispec.certify.statistics import ALARM
@@ -30,6 +30,7 @@ KINDS = {  # of strata, by check
 }  # fmt: skip
 TARGETS = 0.3, 0.2, 0.12, 0.08, 0.06, 0.03  # biases that strata shall show, one after the other
 EVERY_STRATUM = 0.06  # where the bias of one stratum need not be smaller
+PAIRS = *NOISE, REPEATS[1]  # strata of pairs of tokens
 UNWANTED = 100  # conversations in a row, after which all strata have what they need
 LOOKS = 1 / 8, 1 / 4, 1 / 2, 1  # at the fresh tokens that confirm a suspicion
 ANY_ORDER = Sampling(0.5, 2, 0.5)  # a setting for which the order of warpers matters
@@ -107,7 +108,7 @@ class Stream:
         found = list(asked.strata())
         if not asked.turn:  # it may be continued
             found.append(("turns", "later turns", 0, 0))
-        noise = [("all", name, 0, asked.request.n) for name in NOISE]
+        noise = [("all", name, 0, asked.request.n) for name in PAIRS]
         checks = {"limits": found, "greedy": found} if asked.certain else {
             "limits": found, "sampled": found + noise}
         for check, found in checks.items():
@@ -183,7 +184,7 @@ class Stream:
                at: int | None = None, ties: int = 0) -> None:  # fmt: skip
         """Count an answer in its strata; a problem only in those that hold its token `at`."""
         for its_check, kind, name, first, end in self.strata(asked):
-            if its_check == check and name not in NOISE and (name != "later turns" or asked.turn):
+            if its_check == check and name not in PAIRS and (name != "later turns" or asked.turn):
                 seen = self.seen[check, kind, name]
                 seen.answers, seen.ties = seen.answers + 1, seen.ties + ties
                 seen.tokens += len(tokens[first:end])
@@ -201,7 +202,7 @@ class Stream:
 
     def confirm(self, seconds: float) -> None:
         """Ask for fresh answers in the strata that look biased, whatever the order of warpers."""
-        suspects = [x for x in self.evidence.counts if ("sampled", x[0]) in self.rows
+        suspects = [x for x in [*self.evidence.counts, REPEATS] if ("sampled", x[0]) in self.rows
                     and all(self.fails(x, i) for i in range(len(WARPS)))
                     and (x, 0) not in self.impossible]  # fmt: skip
         suspects = list({x[0]: x for x in sorted(suspects, key=lambda x: -self.evidence.p(x)[0])}
@@ -218,7 +219,7 @@ class Stream:
             fresh.draw(end)
             for x in suspects:
                 order = self.evidence.p(x)[1]
-                p = evidence.uniform_p(fresh.evidence.counts[x][0, order])
+                p = fresh.evidence.p_values(x)[order]
                 text = f"p = {p:.1e} (limit {limit:.0e}) of {fresh.evidence.tokens(x)} fresh tokens"
                 if p < limit:
                     self.confirmed.setdefault(x, text)
@@ -271,7 +272,7 @@ def judge_strata(exam: Examination, stream: Stream, check: str, kind: str) -> Re
 
 def judge_samples(exam: Examination, stream: Stream, strata: list[Stratum]) -> Result:
     if strata[0][0] == "all":
-        strata = strata + [("all", name) for name in NOISE]
+        strata = strata + [("all", name) for name in PAIRS]
 
     def test(order: Order | None) -> Result:
         convention = WARPS.index(order)
@@ -281,8 +282,9 @@ def judge_samples(exam: Examination, stream: Stream, strata: list[Stratum]) -> R
     biases = {x: evidence.detectable(n) for x, n in found.items()}
     worst = min(strata, key=lambda x: stream.evidence.p(x)[0])
     p, order = stream.evidence.p(worst)
-    listed = ", ".join(f"{x[1]} {found[x]} ({biases[x]:.2f})" for x in strata)
-    where = f"p = {p:.1e} (limit {LIMIT:.0e}) at {worst[1]}, {ORDERS[order]}"
+    listed = ", ".join(f"{x[1]} {found[x]} ({biases[x]:.2f})" for x in strata if x != REPEATS)
+    by = f"after {order + 1}" if worst == REPEATS else ORDERS[order]
+    where = f"p = {p:.1e} (limit {LIMIT:.0e}) at {worst[1]}, {by}"
     detail = f"{where}; tokens (and the bias that they would show): {listed}"
     exam.evidence["detectable_tv"] = max(biases.values())
     passed, problems = True, [x for x in strata if stream.fails(x, 0)]
@@ -293,8 +295,7 @@ def judge_samples(exam: Examination, stream: Stream, strata: list[Stratum]) -> R
             passed, detail = False, f"{x[1]}: {request['problem']}"
             break
         if x in stream.confirmed:
-            bins = stream.evidence.counts[x][0, order]
-            exam.evidence["bins"] = bins.tolist()
+            exam.evidence["bins"] = stream.evidence.counts[x][0].tolist()
             passed, detail = False, f"biased: {where}, and {stream.confirmed[x]}"
     explained = exam.conventions.resolve(ANY_ORDER, (passed and not problems, detail), test)
     if problems and explained[0] is False and passed:
