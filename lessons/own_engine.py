@@ -51,6 +51,7 @@ PLACES = {  # the file's functions in the package's order: the module there, and
     "chain": ("methods/fastmtp", "06"), "best_nodes": ("methods/fastmtp", "06"),
     "add": ("methods/lookahead", "05"), "lookup": ("methods/lookahead", "05"),
     "jacobi": ("methods/lookahead", "05"), "grow_tree": ("methods/medusa", "04"),
+    "fill_up": ("fast/bitwise", "09"), "attend_in_blocks": ("fast/bitwise", "09"),
     "release": ("generate", "02"), "rounds": ("generate", "10"),
     "grow_jointly": ("distill/medusa", "04"), "mtp_loss": ("distill", "07"),
     "measure_speedup": ("bench", "08"), "greedy_acceptance": ("bench", "03"),

@@ -181,6 +181,17 @@ def counts_the_fresh_token(guess, choices):
     return n + 1, fresh
 
 
+def counts_the_rejected(fresh_of):
+    """A mistake in n, with fresh_of(choices, right n, wrong n)."""
+
+    def wrong(guess, choices):
+        right = leading(guess, choices)
+        n = min(right + 1, len(guess))
+        return n, fresh_of(choices, right, n)
+
+    return wrong
+
+
 MISTAKES = {
     "it compares guess[i] with choices[i + 1], the model's choice after the guess; the one in the "
     "guess's place is choices[i]": one_late,
@@ -210,6 +221,11 @@ MISTAKES = {
     ),
     "it accepts every guess, right or wrong": lambda guess, choices: (len(guess), choices[-1]),
     "the number counts the fresh token; count accepted guesses only": counts_the_fresh_token,
+    "n counts the first wrong guess, too; compare a guess before you count it": (
+        counts_the_rejected(lambda choices, right, n: choices[right]),
+        counts_the_rejected(lambda choices, right, n: choices[n]),
+        counts_the_rejected(lambda choices, right, n: choices[n - 1]),
+    ),
 }  # fmt: skip
 
 # ---- task ----------------------------------------------------------------------------------------

@@ -256,7 +256,20 @@ def own_probability(logits, temperature, top_k, top_p):
     return kept / kept.sum()
 
 
+def over_one_row(logits, temperature, top_k, top_p):
+    """A softmax over the wrong axis of a tensor with one row."""
+    hot = keep_k(logits / temperature, top_k)
+    return keep_p(hot, top_p)[None].softmax(0).nan_to_num(0)[0]
+
+
+def normed_over_one_row(*arguments):
+    p = over_one_row(*arguments)
+    return p / p.sum()
+
+
 WARP_MISTAKES = {
+    "its softmax runs over the wrong dimension: over one row it is 1 for every token. It must run "
+    "over the tokens, softmax(-1)": (sampled(over_one_row), sampled(normed_over_one_row)),
     "it multiplies by the temperature; divide": sampled(
         lambda x, t, k, p: keep_p(keep_k(x * t, k), p).softmax(-1)
     ),
@@ -389,6 +402,22 @@ def since_first_letter(text: str, stop: str) -> int:
     return len(text) - text.rindex(stop[0]) if stop[0] in text else 0
 
 
+def holding_longest(text: str, stop: str) -> int:
+    return max(overlaps(text, stop), default=0)
+
+
+def only_at_the_end(length: Callable[[str, str], int]) -> Callable:
+    """A mistake in where `stop` is looked for, holding `length(text, stop)` characters."""
+
+    def wrong(text, stop):
+        if text.endswith(stop):
+            return text[: -len(stop)], "", True
+        cut = len(text) - length(text, stop)
+        return text[:cut], text[cut:], False
+
+    return wrong
+
+
 def ending(shown: Callable[[str, str], str]) -> Callable:
     """A mistake in what is shown at the end."""
 
@@ -425,6 +454,15 @@ RELEASE_MISTAKES = {
     ),
     "it loses the text before the stop string": ending(lambda text, stop: ""),
     "it does not end at the stop string": lambda text, stop: (*release(text, stop)[:2], False),
+    "it holds the stop string when it ends; nothing is held then": (
+        lambda text, stop: (text[: text.index(stop)], stop, True)
+        if stop in text else release(text, stop),
+        lambda text, stop: (text[: text.index(stop)], text[text.index(stop) :], True)
+        if stop in text else release(text, stop),
+    ),
+    "it looks for the stop string only at the end of the text; other characters may follow it": (
+        only_at_the_end(holding_longest), only_at_the_end(lambda text, stop: 0)
+    ),
 }  # fmt: skip
 
 # ---- tasks ---------------------------------------------------------------------------------------

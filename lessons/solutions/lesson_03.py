@@ -203,6 +203,12 @@ RESIDUAL_MISTAKES = {
         lambda p, q: torch.softmax((p - q).clamp(min=0), 0),
         lambda p, q: torch.softmax((p - q).clamp(min=0), 0) if (p > q).any() else None,
     ),
+    "a softmax of p - q is above 0 for every token; replace differences below 0 by 0, and divide "
+    "by the sum": (
+        lambda p, q: torch.softmax(p - q, 0),
+        lambda p, q: torch.softmax(p - q, 0) if (p > q).any() else None,
+        lambda p, q: torch.softmax(p - q, 0) if (p - q).clamp(min=0).sum() > 0 else None,
+    ),
     "p and q are swapped: max(0, q - p) is what was proposed too often": normed(
         lambda p, q: (q - p).clamp(min=0)
     ),

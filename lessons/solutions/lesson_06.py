@@ -259,15 +259,23 @@ def faulty(wrong: str, runs_last: bool = False):
 
     def chain(drafter, hidden, tokens, k):
         model, kv, start = drafter.model, drafter.cache, drafter.cache.length
+
+        def best(outputs):
+            logits = model.logits(outputs)
+            if wrong.startswith("softmax"):
+                return int(logits.softmax(0)[-1].argmax())
+            return int(logits.argmax() if wrong == "argmax over all rows" else logits[-1].argmax())
+
         if wrong == "only the newest pair":
             hidden, tokens = hidden[-1:], tokens[-1:]
         outputs = drafter.run(hidden, tokens)
         output = outputs[:1] if wrong == "first output" else outputs[-1:]
         if wrong == "starts with the text's token":
             k -= 1
-        if wrong != "commits nothing":
+        if wrong not in ("commits nothing", "commits no pair"):
             kv.commit([0] if wrong == "commits one pair" else list(range(len(tokens))))
-        length, drafts = kv.length, [int(model.logits(output).argmax())]
+        every = wrong in ("argmax over all rows", "softmax over rows")
+        length, drafts = kv.length, [best(outputs if every else output)]
         while len(drafts) < k + runs_last:
             state = hidden[-1:] if wrong == "the target's hidden state" else output
             newest = tokens[-1:] if wrong == "the text's token" else drafts[-1:]
@@ -276,7 +284,7 @@ def faulty(wrong: str, runs_last: bool = False):
             output = drafter.run(state, newest)
             if wrong not in ("commits no draft", "commits nothing"):
                 kv.commit([len(drafts) - 1 if wrong == "commits row i" else 0])
-            drafts.append(int(model.logits(output).argmax()))
+            drafts.append(best(output))
         lengths = {
             "keeps the drafts' rows": kv.length, "drops all rows": start,
             "counts k rows": kv.length - k, "the number of pairs": len(tokens),
@@ -303,6 +311,14 @@ CHAIN_MISTAKES = {
     ),
     "it commits nothing, so every call of `run` starts at the same row": either("commits nothing"),
     "it commits one row of the new pairs; all of them stay": either("commits one pair"),
+    "it commits the drafts' rows but not those of the new pairs, which the first draft then "
+    "overwrites: commit all n before": either("commits no pair"),
+    "it takes the argmax over the logits of all rows; only the last one predicts the draft": either(
+        "argmax over all rows"
+    ),
+    "its softmax runs over the rows, not over the tokens; the argmax of the logits needs none": (
+        *either("softmax over rows"), *either("softmax over a row")
+    ),
     "each draft reads the target's hidden state again; from the second draft on, the head must "
     "read its own output": either("the target's hidden state"),
     "each draft reads the last token of the text again; from the second draft on, the head must "

@@ -1,5 +1,5 @@
-"""Lesson 09: the enumeration of all outcomes of a decoder, and two acceptance rules to judge by it:
-one for drafts that nobody drew, and one that is wrong on purpose."""
+"""Lesson 09: the enumeration of all outcomes of a decoder, two acceptance rules to judge by it (one
+for drafts that nobody drew, and one that is wrong on purpose), and sums that have one order."""
 
 import math
 import random
@@ -19,6 +19,8 @@ from minispec.certify import toys
 from minispec.certify.common import GREEDY
 from minispec.certify.methods.cases import bound
 from minispec.certify.toys import ScriptedRandomness, Toy, every_outcome, total_variation
+from minispec.fast import bitwise
+from minispec.fast.bitwise import BLOCK
 from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.tree import Tree
 from minispec.verify import accept, residual
@@ -66,6 +68,27 @@ def accept_certain(target, tree, randomness):
         path.append(child)
 
 
+def fill_up(product, rows, multiple):
+    extra = -len(rows) % multiple
+    zeros = rows.new_zeros(extra, rows.shape[1])
+    return product(torch.cat([rows, zeros]))[: len(rows)]
+
+
+def attend_in_blocks(queries, keys, values, product):
+    (r, d), n = queries.shape, len(keys)
+    zeros = keys.new_zeros(-n % 64, d)
+    key_blocks = torch.cat([keys, zeros]).split(64)
+    value_blocks = torch.cat([values, zeros]).split(64)
+    scores = torch.cat([product(queries, block.T) for block in key_blocks], -1) / d**0.5
+    last = torch.arange(n - r, n)[:, None]  # the slot of each query
+    scores[torch.arange(scores.shape[1]) > last] = -torch.inf
+    parts = scores.softmax(-1).split(64, -1)
+    total = 0
+    for p, block in zip(parts, value_blocks):
+        total = total + product(p, block)
+    return total
+
+
 def tempting_accept(target, tree, randomness):
     class Generous:
         def categorical(self, probs):
@@ -101,6 +124,19 @@ class Drawn:
 
 def package_accept_certain(target, tree, randomness):
     return accept(Drawn(target, randomness), tree, randomness)[:2]  # without the chances
+
+
+def package_fill_up(product, rows, multiple):
+    return product(bitwise.filled(rows, multiple))[: len(rows)]
+
+
+def package_attend_in_blocks(queries, keys, values, product):
+    (r, d), n = queries.shape, len(keys)
+    seen = torch.arange(n) <= torch.arange(n - r, n)[:, None]
+    keys, values = (bitwise.blocks(bitwise.filled(x, BLOCK)) for x in (keys, values))
+    scores = torch.cat([product(queries, block.mT) for block in keys], -1) / math.sqrt(d)
+    p = (scores + bitwise.plan(seen, scores.dtype)[0]).softmax(-1).split(BLOCK, -1)
+    return torch.stack([*map(product, p, values)]).cumsum(0)[-1]
 
 
 def package_exact_distribution(function):
@@ -621,6 +657,305 @@ CERTAIN_MISTAKES = {
     COIN: accept,
 }  # fmt: skip
 
+# ---- fill_up -------------------------------------------------------------------------------------
+
+
+def in_own_order(rows: Tensor, matrix: Tensor, *key: int) -> Tensor:
+    """The product of rows and a matrix, added up one by one in an order that belongs to `key`."""
+    terms = [*range(len(matrix))]
+    random.Random(str(key)).shuffle(terms)
+    total = torch.zeros(len(rows), matrix.shape[1])
+    for i in terms:
+        total += rows[:, i : i + 1] * matrix[i]
+    return total
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Arguments of fill_up: n rows of WIDTH numbers, and a multiple."""
+
+    n: int
+    multiple: int
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.randn(self.n, WIDTH, generator=torch.Generator().manual_seed(self.n))
+
+
+WIDTH = 24
+FILLED = [Rows(n, multiple) for multiple in (4, 8) for n in (1, 3, 4, 5, 8, 11)]
+WEIGHT = torch.randn(WIDTH, 6, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What fill_up returns, and the numbers of rows of the products that it computes."""
+
+    result: Tensor
+    passes: list[int]
+
+
+def run_fill_up(function, case: Rows) -> Filled:
+    passes: list[int] = []
+
+    def product(rows: Tensor) -> Tensor:
+        shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] != WIDTH:
+            raise Wrong(f"`product` gets {shape} instead of rows of {WIDTH} numbers; fill up the "
+                        "number of rows")  # fmt: skip
+        passes.append(len(rows))
+        steady = len(rows) % case.multiple == 0
+        return in_own_order(rows, WEIGHT, 0 if steady else len(rows))
+
+    result = call(lambda rows: function(product, rows, case.multiple), rows=case.rows)
+    if not isinstance(result, Tensor):
+        raise Wrong(f"it must return a tensor, not {type(result).__name__}")
+    if len(passes) == 0:
+        raise Wrong("it does not call `product`")
+    if result.shape != (case.n, WEIGHT.shape[1]):
+        raise Wrong(f"it returns {tuple(result.shape)} for {case.n} rows; drop what `product` "
+                    "returns for the rows that were filled up")  # fmt: skip
+    return Filled(result, passes)
+
+
+def right_rows(case: Rows) -> Filled:
+    """Each row in the order that belongs to multiples, and one product of the fewest rows."""
+    n = math.ceil(case.n / case.multiple) * case.multiple
+    return Filled(in_own_order(case.rows, WEIGHT, 0), [n])
+
+
+def filled_distance(a: Filled, b: Filled) -> float:
+    return float((a.result != b.result).sum()) + (a.passes != b.passes)
+
+
+def show_rows(case: Rows) -> str:
+    return f"{case.n} rows, multiple = {case.multiple}"
+
+
+def show_filled(case: Rows, got: Filled, right: Filled) -> str:
+    differ = int((got.result != right.result).sum())
+    return f"{show_rows(case)}: it computes products of {got.passes} rows instead of " \
+           f"{right.passes}, and {differ} of {got.result.numel()} numbers differ from those of a " \
+           "row alone"  # fmt: skip
+
+
+def adding(extra):
+    """A mistake in how many rows of zeros are added after n rows."""
+
+    def fill_up(product, rows, multiple):
+        zeros = rows.new_zeros(extra(len(rows), multiple), rows.shape[1])
+        return product(torch.cat([rows, zeros]))[: len(rows)]
+
+    return fill_up
+
+
+def fills_the_front(product, rows, multiple):
+    zeros = rows.new_zeros(-len(rows) % multiple, rows.shape[1])
+    return product(torch.cat([zeros, rows]))[: len(rows)]
+
+
+def one_by_one(product, rows, multiple):
+    return torch.cat([fill_up(product, row, multiple) for row in rows.split(1)])
+
+
+FILL_MISTAKES = {
+    "it does not fill up: a product of any other number of rows adds in another order": adding(
+        lambda n, multiple: 0
+    ),
+    "it fills up to `multiple` rows, but there may be more: fill up to the next multiple of it": (
+        adding(lambda n, multiple: max(0, multiple - n))
+    ),
+    "if n is a multiple already, it adds as many rows again; -n % multiple is 0 then": adding(
+        lambda n, multiple: multiple - n % multiple
+    ),
+    "it adds `multiple` rows; fill up to a multiple, -n % multiple rows": adding(
+        lambda n, multiple: multiple
+    ),
+    "it adds n % multiple rows; up to the next multiple, -n % multiple are missing": adding(
+        lambda n, multiple: n % multiple
+    ),
+    "the zeros come first, so the first n rows of the product are not those of `rows`": (
+        fills_the_front
+    ),
+    "the bits are right, but each row gets a product of its own, which reads the weights n times; "
+    "compute one": one_by_one,
+}  # fmt: skip
+
+# ---- attend_in_blocks ----------------------------------------------------------------------------
+
+SIZE = 8  # of a head
+ATTENTION_ERROR = 1e-5  # in float32
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attend_in_blocks does: its largest error, whether a row has other bits alone, how many
+    products it computes, and the numbers of slots in them."""
+
+    error: float
+    differs: bool
+    products: int
+    slots: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Arguments of attend_in_blocks: the last r of n slots have queries."""
+
+    r: int
+    n: int
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.n)
+        sizes = dict(queries=self.r, keys=self.n, values=self.n)
+        return {name: torch.randn(size, SIZE, generator=generator) for name, size in sizes.items()}
+
+
+CHAINS = [Chain(1, 3), Chain(3, 40), Chain(2, 64), Chain(5, 66), Chain(4, 130), Chain(1, 130)]
+
+
+def run_attend(function, case: Chain) -> Attended:
+    seen: list[int] = []
+
+    def product(rows: Tensor, matrix: Tensor) -> Tensor:
+        if not all(isinstance(x, Tensor) and x.dim() == 2 for x in (rows, matrix)):
+            raise Wrong("`product` takes two tensors with two dimensions each")
+        if rows.shape[1] != len(matrix):
+            raise Wrong(f"`product` gets shapes {tuple(rows.shape)} and {tuple(matrix.shape)}; the "
+                        "middle sizes must be equal")  # fmt: skip
+        if SIZE not in matrix.shape:
+            raise Wrong(f"`product` gets a matrix of shape {tuple(matrix.shape)}; a block of keys "
+                        "or values has `d` numbers for each slot")  # fmt: skip
+        slots, _ = sorted(matrix.shape, key=lambda size: size == SIZE)
+        seen.append(slots)
+        return in_own_order(rows, matrix, *matrix.shape)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        y = call(lambda *tensors: function(*tensors, product),
+                 queries=queries, keys=keys, values=values)  # fmt: skip
+        if not isinstance(y, Tensor) or y.shape != queries.shape:
+            kind = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise Wrong(f"it must return a tensor of the queries' shape, not {kind}")
+        if y.isnan().any():
+            raise Wrong("it returns NaN; a query sees at least its own slot")
+        return y
+
+    q, k, v = case.arguments.values()
+    together = attend(q, k, v)
+    products, ends = len(seen), range(case.n - case.r + 1, case.n + 1)
+    if products == 0:
+        raise Wrong("it does not call `product`; with `@`, a row's bits depend on the other rows")
+    alone = [attend(q[i : i + 1], k[:end], v[:end]) for i, end in enumerate(ends)]
+    error = float((together - exact_attention(case)).abs().max())
+    return Attended(error, not torch.equal(together, torch.cat(alone)), products, frozenset(seen))
+
+
+def exact_attention(case: Chain) -> Tensor:
+    """Row by row, in float64."""
+    q, k, v = (x.double() for x in case.arguments.values())
+    rows = []
+    for i, end in enumerate(range(case.n - case.r + 1, case.n + 1)):
+        rows.append((k[:end] @ q[i] / math.sqrt(SIZE)).softmax(-1) @ v[:end])
+    return torch.stack(rows)
+
+
+def right_attention(case: Chain) -> Attended:
+    return Attended(0.0, False, 2 * math.ceil(case.n / BLOCK), frozenset({BLOCK}))
+
+
+def attended_distance(a: Attended, b: Attended) -> float:
+    """Two answers with wrong bits are alike only if their products have the same slots."""
+    error = abs(a.error - b.error)
+    unlike = a.differs != b.differs or (a.differs and a.slots != b.slots)
+    return (error > ATTENTION_ERROR) * error + unlike + abs(a.products - b.products)
+
+
+def show_chain(case: Chain) -> str:
+    return f"{case.r} queries, {case.n} slots"
+
+
+def show_attended(case: Chain, got: Attended, right: Attended) -> str:
+    same = "other bits than" if got.differs else "the bits of"
+    return f"{show_chain(case)}: an error of {got.error:.1e}, {same} rows alone, {got.products} " \
+           f"products instead of {right.products}"  # fmt: skip
+
+
+def diagnose_attend(results: list[tuple[Chain, Attended, Attended]]) -> str | None:
+    """Judge the attention first, then its bits, then its products."""
+    if any(got.error > ATTENTION_ERROR for _, got, _ in results):
+        return "this is not the attention of each query to the slots up to its own"
+    slots = {n for _, got, _ in results for n in got.slots}
+    if any(got.differs for _, got, _ in results):
+        if max(slots) > BLOCK:
+            return f"the attention is right, but a product has {max(slots)} slots. Its order " \
+                   f"depends on that number; take blocks of {BLOCK}"  # fmt: skip
+        if min(slots) < BLOCK:
+            return f"the attention is right, but a product has {min(slots)} slots. Fill the last " \
+                   f"block up to {BLOCK} with zeros"  # fmt: skip
+        return "the attention is right, but a row alone gets other bits; do blocks begin at slot " \
+               "0, whatever the pass?"  # fmt: skip
+    return "all is right, but it computes more products than two for each block"
+
+
+def attention(
+    *, block: int | None = BLOCK, front: bool = False, fill: bool = True, scale: float = SIZE**-0.5,
+    see: int = 0, hide_filled: bool = True, hide_later: bool = True, each_block: bool = False,
+):  # fmt: skip
+    """attend_in_blocks, with mistakes."""
+
+    def attend(queries, keys, values, product):
+        r, n = len(queries), len(keys)
+        extra = -n % block if block and fill else 0
+        zeros = keys.new_zeros(extra, SIZE)
+        keys, values = (torch.cat([zeros, x] if front else [x, zeros]) for x in (keys, values))
+        first = extra * front
+        parts = [len(keys)] if block is None else block
+        scores = [product(queries, part.T) * scale for part in keys.split(parts)]
+        slots = torch.arange(len(keys)) - first
+        last = torch.arange(n - r, n)[:, None] + see if hide_later else torch.tensor([[n - 1]])
+        hidden = slots > last if hide_filled else (slots > last) & (slots < n)
+        scores = torch.cat(scores, -1).masked_fill(hidden | (slots < 0), -math.inf)
+        if each_block:
+            p = [part.softmax(-1).nan_to_num(0) for part in scores.split(parts, -1)]
+        else:
+            p = scores.softmax(-1).split(parts, -1)
+        return sum(map(product, p, values.split(parts)))
+
+    return attend
+
+
+def query_by_query(queries, keys, values, product):
+    first = len(keys) - len(queries) + 1
+    return torch.cat([
+        attend_in_blocks(query, keys[: first + i], values[: first + i], product)
+        for i, query in enumerate(queries.split(1))
+    ])  # fmt: skip
+
+
+ATTEND_MISTAKES = {
+    "the attention is right, but one product sums over all slots. Its order depends on how many "
+    f"there are; take blocks of {BLOCK}": attention(block=None),
+    "the attention is right, but the last block is shorter, and a product over fewer slots adds in "
+    f"another order; fill it up to {BLOCK} with zeros": attention(fill=False),
+    "the attention is right, but blocks are counted from the newest slot, so each pass cuts them "
+    "elsewhere; begin at slot 0": attention(front=True),
+    "the slots that fill up the last block have a score of 0, which is a weight; their score must "
+    "be -inf": attention(hide_filled=False),
+    "each query sees all n slots; query i sees those up to its own, n - r + i": attention(
+        hide_later=False
+    ),
+    "a query does not see its own slot": attention(see=-1),
+    "a query sees the slot after its own, too": attention(see=1),
+    "each block has a softmax of its own; its sum must run over all slots": attention(
+        each_block=True
+    ),
+    "the scores are not divided by the square root of d": attention(scale=1.0),
+    "the scores are divided by d; divide by its square root": attention(scale=1 / SIZE),
+    "all is right, but each query gets products of its own; the rows of a block's product are all "
+    "queries": query_by_query,
+}  # fmt: skip
+
 # ---- tempting_accept -----------------------------------------------------------------------------
 
 AT_LEAST = 0.03  # the total variation that the exercise asks for
@@ -765,7 +1100,7 @@ TEMPTING_MISTAKES = {
 
 RANGES = {
     "share_seen_greedily": (0, 1), "distance_if_lenient": (0, 1), "runs_needed": (1, 1e7),
-    "answers_changed": (0, 4),
+    "answers_changed": (0, 4), "results_of_a_row": (1, 16),
 }  # fmt: skip
 TASKS = [
     Task(
@@ -820,6 +1155,42 @@ TASKS = [
         ),
         mistakes=CERTAIN_MISTAKES,
         shows=(accept,),
+    ),
+    Task(
+        name="fill_up",
+        package=package_fill_up,
+        solution=fill_up,
+        judge=Oracle(
+            FILLED, run_fill_up, right_rows, filled_distance, show_filled,
+            f"{len(FILLED)} products of an imaginary machine: 0 bits differ between rows alone and "
+            "together", arguments=show_rows,
+        ),
+        hints=(
+            "How many rows are missing? -n % multiple, in Python. rows.new_zeros(missing, d) makes "
+            "them, and torch.cat joins.",
+            "Give all of them to one call of `product`, and return the first n rows of the result.",
+        ),
+        mistakes=FILL_MISTAKES,
+        shows=(bitwise.SteadyLinear.forward,),
+    ),
+    Task(
+        name="attend_in_blocks",
+        package=package_attend_in_blocks,
+        solution=attend_in_blocks,
+        judge=Oracle(
+            CHAINS, run_attend, right_attention, attended_distance, show_attended,
+            f"{len(CHAINS)} chains on an imaginary machine: 0 bits differ between rows alone and "
+            "together", tolerance=ATTENTION_ERROR, arguments=show_chain, diagnose=diagnose_attend,
+        ),
+        hints=(
+            f"First append zeros until there are whole blocks: keys.split({BLOCK}) lists them. "
+            "product(queries, block.T) are the scores of a block; join them, and set those of "
+            "slots that a query does not see to -inf.",
+            f"softmax(-1) over all slots, and split({BLOCK}, -1): each part belongs to a block of "
+            "values. Add product(part, block), one block after the other, from the first on.",
+        ),
+        mistakes=ATTEND_MISTAKES,
+        shows=(bitwise.attend_in_order,),
     ),
     Task(
         name="tempting_accept",

@@ -292,6 +292,7 @@ CHOICES = [
     ),
     *map(random_choice, range(120)),
     Choice((), (0.0, 1.0, 1.5), 1),  # only plain decoding
+    Choice((("fastmtp", 2.0, (4, 4), 0.5),), (0.0, 1.0, 1.25, 1.5, 1.5), 1),  # as fast as plain
 ]  # fmt: skip
 
 
@@ -367,7 +368,14 @@ def plain_at_one(methods, curve, batch):
     return max({"autoregressive": 1.0, **speed}.items(), key=lambda item: item[1])[0]
 
 
+def prefers_drafts(methods, curve, batch):
+    speed = {name: right_value(*method, curve, batch) for name, method in methods.items()}
+    return max({**speed, "autoregressive": 1 / curve[batch]}.items(), key=lambda item: item[1])[0]
+
+
 CHOICE_MISTAKES = {
+    "it prefers a method that is only as fast as plain decoding; then it must return "
+    "'autoregressive'": prefers_drafts,
     "it chooses the most tokens per pass, whatever a round costs": chooser(
         lambda tau, rows, drafting, curve, batch: tau
     ),
