@@ -42,12 +42,14 @@ from minispec.methods.declaration import Method
 from minispec.remote.client import Server, keys_in
 
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
-    **dict.fromkeys(("baseline", "greedy_only", "require_tv", "requests"), ("impl", "server")),
+    **dict.fromkeys(("baseline", "bitwise", "greedy_only", "require_tv", "requests"),
+                    ("impl", "server")),
     "only": ("impl", "server", "method", ""),
     **dict.fromkeys(("thorough", "runs", "outcomes", "length", "save"), ("impl",)),
     **dict.fromkeys(("name", "key_env", "precision"), ("server",)),
     "model": ("server", "compare"), "checks": ("impl", "server", "method", ""),
 }  # fmt: skip
+NOT_BITWISE = "thorough", "runs", "outcomes", "length", "requests", "require_tv"
 
 
 def parser() -> Parser:
@@ -62,6 +64,8 @@ def parser() -> Parser:
                       "package, or your own as file.py:function")  # fmt: skip
     p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
                    "function or a URL); --impl or --server must then equal it")  # fmt: skip
+    p.add_argument("--bitwise", action="store_true", default=None, help="only check that greedy "
+                   "texts equal those of --baseline near ties, where any rounding would show")
     p.add_argument("--thorough", action="store_true", default=None, help="test --impl for "
                    f"{THOROUGH.seconds / 60:.0f} instead of {Limits.seconds / 60:.0f} minutes")
     p.add_argument("--runs", type=number(100), help="maximum per statistical row of --impl")
@@ -106,7 +110,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if getattr(args, flag) is not None and mode not in modes:
             allowed = " or ".join(f"--{name}" for name in modes if name)
             raise UserError(f"{cli.flag_name(flag)} only works with {allowed}")
+    if args.bitwise:
+        if args.baseline is None:
+            raise UserError("--bitwise needs --baseline: plain decoding by the same engine")
+        if unused := [flag for flag in NOT_BITWISE if getattr(args, flag) is not None]:
+            raise UserError(f"{cli.flag_name(unused[0])} has no effect with --bitwise; omit it")
     available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(CHECKS))
+    available = ("bits",) if args.bitwise else available
     args.checks = available if args.checks is None else tuple(args.checks)
     if unknown := [name for name in args.checks if name not in available]:
         raise UserError(f"unknown check {unknown[0]!r}; {cli.suggestion(unknown[0], available)}")

@@ -49,7 +49,8 @@ def conclude(rows: list[Verdict], require_tv: float = 1.0) -> tuple[int, str]:
     and one with samples if there are any, each of which would have shown a bias of `require_tv`.
     That seeds work proves nothing about samples."""
     if failed := Counter(v.check for v in rows if v.passed is False):
-        return LOSS, f"LOSS in {', '.join(f'{check} ({n})' for check, n in failed.items())}"
+        what = "DIFFERENCE" if set(failed) == {"bits"} else "LOSS"  # it may be rounding
+        return LOSS, f"{what} in {', '.join(f'{check} ({n})' for check, n in failed.items())}"
     sampled = [v for v in rows if v.check in SAMPLED and v.case != "seeds"]
     reason = next((v.detail for v in sampled or rows if v.passed is None), "no row was judged")
     if not any(v.passed for v in rows if v.check not in INFO_ROWS):

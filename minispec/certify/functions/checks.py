@@ -18,6 +18,7 @@ from minispec.certify.functions import toy_checkpoints as toy
 from minispec.certify.functions.decoder import FunctionDecoder, Implementation
 from minispec.certify.functions.enumeration import DrawsNothing, Enumeration
 from minispec.certify.functions.symbolic import CannotEnumerate
+from minispec.certify.near_ties import compare_near_ties
 from minispec.certify.requests import BATCH_SIZES, Place
 from minispec.certify.scoring import Scores, Tokens, Warp
 from minispec.certify.statistics import Distribution
@@ -97,6 +98,7 @@ class Cases:
         rows = list(self.exact_rows()) if "exact" in chosen else []
         rows += self.drawn_rows(only, chosen)
         rows += self.statistical_rows() if "statistical" in chosen else []
+        rows += self.bits_rows() if "bits" in chosen else []
         return examination.select(rows, only)
 
     def drawn_rows(self, only: str, checks: tuple[str, ...]) -> list[Row]:
@@ -162,6 +164,12 @@ class Cases:
         wide = {"vocab": 8, "flatness": toy.FLATNESS / 2}
         yield row("wide", Sampling(1.0, top_p=0.8), WIDE, **wide)
         yield row("well-drafted", UNWARPED, GOOD_DRAFT, 4.0, n=24, noise=toy.NEARLY_RIGHT)
+
+    def bits_rows(self) -> Iterator[Row]:
+        exam = self.exam("sensitive", 0, 12, context=256, noise=0.1, sensitive=True)
+        for half in 4, 25, 60:  # answers cross the borders of blocks of 16 to 128 tokens
+            case = f"prompts of {2 * half} tokens"
+            yield Row("bits", case, exam, compare_near_ties, (half,), compared=False)
 
 
 # ---- sampled -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from minispec.model import Transformer
 MODEL_SHAPE = {  # such that engines support it
     "hidden_size": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 64,
 }  # fmt: skip
+SENSITIVE = 6  # layers of a model in which rounding errors grow
 HALF_RIGHT, NEARLY_RIGHT = 0.06, 0.004  # noise in the draft's weights
 FLATNESS = 0.4  # of distributions: scales the weight of the last norm
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -30,21 +31,28 @@ POOL = (  # at which requests are drawn: vocabulary, context, flatness, noise, l
 def write_checkpoint(
     path: Path, seed: int, vocab: int, context: int = 128, noise: float = HALF_RIGHT,
     flatness: float = FLATNESS, loops: bool = False,
-    eos: tuple[str, int | list[int]] | None = None,
+    eos: tuple[str, int | list[int]] | None = None, sensitive: bool = False,
 ) -> tuple[str, Transformer]:  # fmt: skip
     """Write a small random llama with a tokenizer, and a noisy draft in its folder `draft`. Return
     the path and the model as loaded in float64.
 
     With `loops`, its attention adds nothing, so that the next token depends on the last one only
-    and greedy text soon repeats itself. `eos` is a file name and the end tokens to write there."""
-    model = small_model(seed, vocab, context, **MODEL_SHAPE)
+    and greedy text soon repeats itself. `eos` is a file name and the end tokens to write there. In
+    a `sensitive` model, each layer outweighs those before it, so that rounding errors grow. Its
+    weights are also bfloat16 numbers, and its draft differs in the last norm only."""
+    model = small_model(seed, vocab, context, **MODEL_SHAPE, layers=SENSITIVE if sensitive else 2)
     model.model.norm.weight.mul_(flatness)
+    if sensitive:
+        for i, layer in enumerate(model.model.layers):
+            layer.self_attn.o_proj.weight.mul_(4**i)
+            layer.mlp.down_proj.weight.mul_(4**i)
+        model.bfloat16().double()
     if loops:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
     save(model, letter_tokenizer(vocab), path, torch.float32)
     generator = torch.Generator().manual_seed(seed + 1)
-    for parameter in model.parameters():
+    for parameter in [model.model.norm.weight] if sensitive else model.parameters():
         random = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.add_(noise * random)
     save(model, letter_tokenizer(vocab), path / "draft", torch.float32)

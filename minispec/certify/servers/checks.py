@@ -8,6 +8,7 @@ import torch
 from minispec.certify import examination
 from minispec.certify.common import GREEDY, NotSupported, Result, Verdict, describe, drafting_result
 from minispec.certify.examination import Request, Row, is_greedy, keeps_lengths, samples_fit
+from minispec.certify.near_ties import compare_texts
 from minispec.certify.servers import context
 from minispec.certify.servers.context import ANSWER_TOKENS, ServerContext, ServerDecoder
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ def check_server(
 def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
     for kind, prompts in ctx.prompts.items():
         yield Row("greedy", kind, ctx, is_greedy, (prompts, ANSWER_TOKENS))
+        yield Row("bits", kind, ctx, compare_texts, (prompts, ANSWER_TOKENS), False)
     mixed = f"{context.CONCURRENCY} concurrent, mixed temperatures"
     yield Row("load", mixed, ctx, handles_load, (), False)
     if not ctx.has_ids:
