@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import math
@@ -22,8 +23,13 @@ from conftest import ROOT, file_limit
 from lessons.assignments.mutants import MUTANTS
 from minispec import machine
 from minispec.cache import KVCache
+from minispec.certify import near_ties
 from minispec.certify.__main__ import main
 from minispec.certify.common import Verdict
+from minispec.certify.examination import Examination
+from minispec.certify.functions.checks import check_implementation
+from minispec.certify.functions.decoder import FunctionDecoder
+from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.methods import cases
 from minispec.certify.methods.checks import CHECKS
 from minispec.certify.report import conclude, json_report
@@ -36,6 +42,7 @@ from minispec.certify.statistics import (
 from minispec.certify.toys import Toy, first_tokens, small_model
 from minispec.checkpoints.load import load, save
 from minispec.cli import import_function
+from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
@@ -364,6 +371,10 @@ def test_working_seeds_are_not_samples_and_the_weakest_row_is_named():
         (["--impl", "a:b", "--require-tv", "x"], "--require-tv: x must be a number, from 0"),
         (["--server", "x", "--checks", "exact"], "unknown check 'exact'; choose from greedy, load"),
         (["--checks", "nonsense"], "unknown check 'nonsense'"),
+        (["--bitwise"], "--bitwise only works with --impl or --server"),
+        (["--impl", "a:b", "--bitwise"], "--bitwise needs --baseline: plain decoding by the same"),
+        (["--impl", "a:b", "--bitwise", "--baseline", "a:c", "--runs", "100"],
+         "--runs has no effect with --bitwise; omit it"),
         (["--checks", "exact,magic"], "unknown check 'magic'"),
         (["--checks", ""], "has an empty name before or after a comma"),
         (["--impl", "no.such.module:f"], "cannot be imported"),
@@ -542,3 +553,72 @@ def test_a_precision_that_is_not_stated_is_named(tmp_path, capsys):
     files = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
     out = run("--compare", *files, "--model", str(tmp_path / "model"), code=1, capsys=capsys)
     assert "rounding in float32 (assumed: no stats.dtype) may reverse 0.001: a bug" in out
+
+
+# ---- the bits of anyone's engine -----------------------------------------------------------------
+
+
+def nudge(module, inputs, output):
+    """Round one number differently if a pass has several rows."""
+    if output.shape[1] > 1:
+        output[..., 0] *= 1 + torch.finfo(output.dtype).eps
+
+
+@functools.cache
+def in_precision(folder: str, dtype: str, bitwise: bool, nudged: bool):
+    model = load(folder, dtype, "cpu")[0]
+    if bitwise:
+        optimize(model, bitwise=True)
+    if nudged:
+        model.model.layers[0].mlp.register_forward_hook(nudge)
+    return model
+
+
+def engine(method="prompt-lookup", dtype="bfloat16", bitwise=True, nudged=False):
+    def implementation(checkpoint, prompt, **options):
+        model = in_precision(checkpoint, dtype, bitwise, nudged)
+        return decode(model, None, prompt, method, **options).tokens
+
+    return implementation
+
+
+def compare_bits(impl, baseline, monkeypatch, only="bits: prompts of 8 tokens"):
+    monkeypatch.setattr(near_ties, "CHOSEN", 3)
+    return list(check_implementation(impl, only, ("bits",), baseline=baseline))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_that_leave_the_bits_alone_pass(dtype, monkeypatch):
+    (row,) = compare_bits(engine(dtype=dtype), engine("autoregressive", dtype), monkeypatch)
+    assert row.passed, row
+    counts = r"equal texts: 3 prompts, 192 tokens, \d+ near ties \(the closest: .* of a bfloat16 st"
+    assert re.match(counts, row.detail)
+
+
+PLAIN_SUMS = {"bitwise": False}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "ours, plain",
+    [(PLAIN_SUMS, PLAIN_SUMS), ({"nudged": True}, {"nudged": True}),
+     ({"dtype": "float32"}, {}), ({"dtype": "float64"} | PLAIN_SUMS, {"dtype": "bfloat16"})],
+    ids=["passes over several rows", "one bit of a row", "another precision", "no rounding"],
+)  # fmt: skip
+def test_another_rounding_fails(ours, plain, monkeypatch):
+    baseline = engine("autoregressive", **plain)
+    (row,) = compare_bits(engine(**ours), baseline, monkeypatch)
+    assert row.passed is False
+    assert re.match(r"[123] texts differ; the first, after 8 tokens, differs at token \d+: .* "
+                    r"\(top-2 gap: .* steps\); 3 prompts, 192 tokens, ", row.detail)  # fmt: skip
+    assert row.evidence["tokens"] != row.evidence["baseline"]
+    assert conclude([row]) == (1, "DIFFERENCE in bits (1)")
+
+
+@torch.no_grad()
+def test_equal_texts_without_near_ties_prove_nothing(tmp_path):
+    model = write_checkpoint(tmp_path, 0, 24, flatness=1e3)[1]
+    plain = FunctionDecoder(engine("autoregressive", "float64", False)).at(str(tmp_path))
+    passed, detail = near_ties.compare_texts(Examination(plain, model, plain), [[1]], 2)
+    assert passed is None and detail.startswith("equal texts: 1 prompts, 2 tokens, 0 near ties")

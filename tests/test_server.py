@@ -89,6 +89,19 @@ def test_a_correct_server_passes():
     assert [v for v in verdicts if v.passed is None] == []
 
 
+@pytest.mark.parametrize("dtype, equal", [(torch.float64, True), (torch.bfloat16, False)], ids=str)
+def test_texts_with_and_without_drafts_are_compared_bit_by_bit(dtype, equal):
+    """A difference of rounding fails, although it is a tie."""
+    drafting = CorrectServer(copy.deepcopy(LETTERS).to(dtype), letter_tokenizer(8), "prompt-lookup")
+    with serving(plain_server()) as baseline:
+        rows = examine(drafting, baseline=baseline, model=LETTERS, checks=("bits",),
+                       precision=torch.bfloat16)  # fmt: skip
+    (row,) = (row for row in rows if row.check == "bits")
+    assert row.passed == equal
+    assert ("differs at token" in row.detail) != equal
+    assert re.search(r"\d\d prompts, \d+ tokens, \d+ near ties", row.detail)
+
+
 # ---- wrong servers -------------------------------------------------------------------------------
 
 

@@ -67,7 +67,8 @@ def check_server(
 def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
     for kind, prompts in ctx.prompts.items():
         yield Row("greedy", kind, ctx, is_greedy, (prompts, ANSWER_TOKENS))
-        yield Row("bits", kind, ctx, compare_texts, (prompts, ANSWER_TOKENS), False)
+    every = [ids for prompts in ctx.prompts.values() for ids in prompts]
+    yield Row("bits", "all prompts", ctx, compare_texts, (every, ANSWER_TOKENS), False)
     mixed = f"{context.CONCURRENCY} concurrent, mixed temperatures"
     yield Row("load", mixed, ctx, handles_load, (), False)
     if not ctx.has_ids:
