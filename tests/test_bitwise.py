@@ -73,6 +73,16 @@ def test_a_kept_cache_equals_a_fresh_one(toy):
     assert torch.equal(kept.kv[:, :, :, :n], fresh.kv[:, :, :, :n])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8(dtype):
+    model, tokenizer = load("weights/target", dtype=dtype, device="cpu")
+    optimize(model, int8=True, bitwise=True)
+    alone, together = model.new_cache(), model.new_cache()
+    for cache, chunk in (alone, 1), (together, 29):
+        model.prefill(tokenizer.encode(PROMPT)[:66], cache, chunk)
+    assert torch.equal(alone.kv, together.kv)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("threads", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_odd_sizes(dtype, threads):
