@@ -1000,9 +1000,84 @@ def longer_path_first(accuracy, nodes):
     return sorted(paths, key=lambda path: (-gain_of(accuracy, path), -len(path)))[:nodes]
 
 
+def only_if_it_is_at_the_end(text, stop):
+    n = max(n for n in range(len(stop) + 1) if text.endswith(stop[:n]))
+    return text[: len(text) - n], text[len(text) - n :], n == len(stop)
+
+
+def holds_it(text, stop):
+    return *only_if_it_is_at_the_end(text, stop)[:2], stop in text
+
+
+def softmax_over_one_row(logits, temperature, top_k, top_p):
+    if temperature == 0:
+        return TASKS["02", "warp"].package(logits, temperature, top_k, top_p)
+    p, order = (logits / temperature)[None].softmax(0)[0].sort(descending=True)
+    p[p.cumsum(-1) - p >= top_p] = 0
+    p = torch.zeros_like(p).scatter(-1, order, p)
+    return p / p.sum()
+
+
+def in_parts(product, rows, multiple):
+    fill_up = TASKS["09", "fill_up"].package
+    return torch.cat([fill_up(product, part, multiple) for part in rows.split(multiple)])
+
+
+def doubles_what_it_adds(product, rows, multiple):
+    zeros = rows.new_zeros(-len(rows) % multiple + (multiple if len(rows) > 4 else 0), 24)
+    return product(torch.cat([rows, zeros]))[: len(rows)]
+
+
+def repeats_a_row(product, rows, multiple):
+    """Right: what a row is filled up with does not matter."""
+    return product(torch.cat([rows, *[rows[:1]] * (-len(rows) % multiple)]))[: len(rows)]
+
+
+def rescales(queries, keys, values, product, block=64):
+    """Right for blocks of 64: the sums are rescaled whenever a block has a larger score."""
+    (r, d), n = queries.shape, len(keys)
+    keys, values = (torch.cat([x, x.new_zeros(-n % 64, d)]) for x in (keys, values))
+    seen = torch.arange(len(keys)) <= torch.arange(n - r, n)[:, None]
+    highest, weights, total = torch.full((r, 1), -torch.inf), 0, 0
+    for k, v, mask in zip(keys.split(block), values.split(block), seen.split(block, -1)):
+        scores = (product(queries, k.T) / d**0.5).masked_fill(~mask, -torch.inf)
+        before, highest = highest, torch.maximum(highest, scores.max(-1, keepdim=True).values)
+        p, factor = (scores - highest).exp(), (before - highest).exp()
+        weights, total = weights * factor + p.sum(-1, True), total * factor + product(p, v)
+    return total / weights
+
+
+def in_larger_blocks(queries, keys, values, product):
+    return rescales(queries, keys, values, product, block=256)
+
+
+def sees_as_many_slots_as_queries(queries, keys, values, product):
+    n = len(queries)
+    return rescales(queries, keys[:n], values[:n], product)
+
+
+def uses_at(queries, keys, values, product):
+    return rescales(queries, keys, values, torch.matmul)
+
+
+@pytest.mark.parametrize("function", [repeats_a_row, rescales])
+def test_sums_in_one_order_may_be_written_in_other_ways(function, start):
+    start("09")
+    answer = renamed(function, "fill_up" if function is repeats_a_row else "attend_in_blocks")
+    assert form.check(answer) is answer
+
+
 @pytest.mark.parametrize(
     "number, name, function, message",
     [
+        ("02", "release", only_if_it_is_at_the_end, "it looks for the stop string only at the end"),
+        ("02", "release", holds_it, "it holds the stop string; once that is complete, end"),
+        ("02", "warp", softmax_over_one_row, "its softmax runs over the wrong dimension: over one"),
+        ("09", "fill_up", in_parts, "the bits are right, but each product reads all weights"),
+        ("09", "fill_up", doubles_what_it_adds, "the bits are right, but it fills up with more"),
+        ("09", "attend_in_blocks", in_larger_blocks, "the attention is right, but a product has"),
+        ("09", "attend_in_blocks", sees_as_many_slots_as_queries, "this is not the attention of"),
+        ("09", "attend_in_blocks", uses_at, "it does not call `product`; with `@`, a row's bits"),
         ("02", "warp", loses_the_least_likely, "top_p 1.0 must keep all tokens, but a sum can"),
         ("02", "warp", keeps_one_more, "top_p keeps too many tokens"),
         ("02", "release", never_ends, "it never ends; first look for `stop`"),

@@ -170,8 +170,23 @@ def show_warp(case: Logits, got: Tensor, expected: Tensor) -> str:
     )
 
 
+WRONG_DIMENSION = (
+    "its softmax runs over the wrong dimension: over one row it is 1 for every token. It must run "
+    "over the tokens, softmax(-1)"
+)
+
+
+def ignores_the_logits(results: list[tuple[Logits, Tensor, Tensor]]) -> bool:
+    """Whether all tokens that are kept are equally likely, and it is not greedy decoding."""
+    hot = [(case, got) for case, got, _ in results if case.temperature > 0]
+    greedy = all(got.argmax() == tensor(case.logits).argmax() for case, got in hot)
+    return not greedy and all(got[got > 0].unique().numel() == 1 for _, got in hot)
+
+
 def diagnose_warp(results: list[tuple[Logits, Tensor, Tensor]]) -> str | None:
     """Say which of the settings is wrong."""
+    if ignores_the_logits(results):
+        return WRONG_DIMENSION
     if any(abs(float(got.sum()) - 1) > 1e-9 for _, got, _ in results):
         return "it does not sum to 1; divide by the sum of what is kept"
     wrong = [result for result in results if not tv(*result[1:]) <= 1e-9]
@@ -268,8 +283,7 @@ def normed_over_one_row(*arguments):
 
 
 WARP_MISTAKES = {
-    "its softmax runs over the wrong dimension: over one row it is 1 for every token. It must run "
-    "over the tokens, softmax(-1)": (sampled(over_one_row), sampled(normed_over_one_row)),
+    WRONG_DIMENSION: (sampled(over_one_row), sampled(normed_over_one_row)),
     "it multiplies by the temperature; divide": sampled(
         lambda x, t, k, p: keep_p(keep_k(x * t, k), p).softmax(-1)
     ),
@@ -367,10 +381,21 @@ def show_release(case: Piece, got: tuple, expected: tuple) -> str:
     return f"{show_piece(case)}: it returns {got}; {expected} is right"
 
 
+ONLY_AT_THE_END = (
+    "it looks for the stop string only at the end of the text; other characters may follow it"
+)
+HOLDS_AT_THE_END = "it holds the stop string; once that is complete, end and hold nothing"
+
+
 def diagnose_release(results: list[tuple[Piece, tuple, tuple]]) -> str | None:
-    """Say whether it loses text, shows too much or holds too much."""
+    """Say whether it misses the stop string, loses text, shows too much or holds too much."""
     if not any(got[2] for _, got, _ in results):
         return "it never ends; first look for `stop` in the text"
+    ends = [(case, got) for case, got, expected in results if expected[2]]
+    if all(got[2] == case.text.endswith(case.stop) for case, got in ends):
+        return ONLY_AT_THE_END
+    if any(got[1] and (got[2] or got[1] == case.stop) for case, got in ends):
+        return HOLDS_AT_THE_END
     going = [(case, got, expected) for case, got, expected in results if not expected[2]]
     if any(got[0] + got[1] != case.text for case, got, _ in going):
         return "without a stop string, shown and held together must be the text"
@@ -454,13 +479,13 @@ RELEASE_MISTAKES = {
     ),
     "it loses the text before the stop string": ending(lambda text, stop: ""),
     "it does not end at the stop string": lambda text, stop: (*release(text, stop)[:2], False),
-    "it holds the stop string when it ends; nothing is held then": (
+    HOLDS_AT_THE_END: (
         lambda text, stop: (text[: text.index(stop)], stop, True)
         if stop in text else release(text, stop),
         lambda text, stop: (text[: text.index(stop)], text[text.index(stop) :], True)
         if stop in text else release(text, stop),
     ),
-    "it looks for the stop string only at the end of the text; other characters may follow it": (
+    ONLY_AT_THE_END: (
         only_at_the_end(holding_longest), only_at_the_end(lambda text, stop: 0)
     ),
 }  # fmt: skip

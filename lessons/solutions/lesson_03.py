@@ -206,6 +206,7 @@ RESIDUAL_MISTAKES = {
     "a softmax of p - q is above 0 for every token; replace differences below 0 by 0, and divide "
     "by the sum": (
         lambda p, q: torch.softmax(p - q, 0),
+        lambda p, q: None if torch.equal(p, q) else torch.softmax(p - q, 0),
         lambda p, q: torch.softmax(p - q, 0) if (p > q).any() else None,
         lambda p, q: torch.softmax(p - q, 0) if (p - q).clamp(min=0).sum() > 0 else None,
     ),

@@ -264,7 +264,8 @@ def faulty(wrong: str, runs_last: bool = False):
             logits = model.logits(outputs)
             if wrong.startswith("softmax"):
                 return int(logits.softmax(0)[-1].argmax())
-            return int(logits.argmax() if wrong == "argmax over all rows" else logits[-1].argmax())
+            row = 0 if wrong == "the first row's argmax" else -1
+            return int(logits.argmax() if wrong == "argmax over all rows" else logits[row].argmax())
 
         if wrong == "only the newest pair":
             hidden, tokens = hidden[-1:], tokens[-1:]
@@ -274,7 +275,7 @@ def faulty(wrong: str, runs_last: bool = False):
             k -= 1
         if wrong not in ("commits nothing", "commits no pair"):
             kv.commit([0] if wrong == "commits one pair" else list(range(len(tokens))))
-        every = wrong in ("argmax over all rows", "softmax over rows")
+        every = wrong in ("argmax over all rows", "softmax over rows", "the first row's argmax")
         length, drafts = kv.length, [best(outputs if every else output)]
         while len(drafts) < k + runs_last:
             state = hidden[-1:] if wrong == "the target's hidden state" else output
@@ -327,7 +328,7 @@ CHAIN_MISTAKES = {
         "the draft before"
     ),
     "the first draft comes from the output of the first new pair; it must be the last one, "
-    "output[-1:]": either("first output"),
+    "output[-1:]": (*either("first output"), *either("the first row's argmax")),
     "commit counts the rows of the last call of `run` from 0, so a draft's row is [0]": either(
         "commits row i"
     ),

@@ -739,6 +739,17 @@ def show_filled(case: Rows, got: Filled, right: Filled) -> str:
            "row alone"  # fmt: skip
 
 
+SEVERAL_PRODUCTS = "the bits are right, but each product reads all weights: compute only one"
+
+
+def diagnose_fill_up(results: list[tuple[Rows, Filled, Filled]]) -> str | None:
+    if any(not torch.equal(got.result, right.result) for _, got, right in results):
+        return None
+    if any(len(got.passes) > 1 for _, got, _ in results):
+        return SEVERAL_PRODUCTS
+    return "the bits are right, but it fills up with more rows than necessary"
+
+
 def adding(extra):
     """A mistake in how many rows of zeros are added after n rows."""
 
@@ -777,8 +788,7 @@ FILL_MISTAKES = {
     "the zeros come first, so the first n rows of the product are not those of `rows`": (
         fills_the_front
     ),
-    "the bits are right, but each row gets a product of its own, which reads the weights n times; "
-    "compute one": one_by_one,
+    SEVERAL_PRODUCTS: one_by_one,
 }  # fmt: skip
 
 # ---- attend_in_blocks ----------------------------------------------------------------------------
@@ -1163,7 +1173,7 @@ TASKS = [
         judge=Oracle(
             FILLED, run_fill_up, right_rows, filled_distance, show_filled,
             f"{len(FILLED)} products of an imaginary machine: 0 bits differ between rows alone and "
-            "together", arguments=show_rows,
+            "together", arguments=show_rows, diagnose=diagnose_fill_up,
         ),
         hints=(
             "How many rows are missing? -n % multiple, in Python. rows.new_zeros(missing, d) makes "
