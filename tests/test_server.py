@@ -84,7 +84,7 @@ def test_a_correct_server_passes():
     verdicts = examine(byte_server(), requests=240, samplings=SERVER_SAMPLINGS[4:])
     assert not failures(verdicts), verdicts
     assert {v.check for v in verdicts if v.passed} == {
-        "server", "greedy", "limits", "load", "distribution", "drafts",
+        "server", "greedy", "limits", "load", "sampled", "distribution", "drafts",
     }  # fmt: skip
     assert [v for v in verdicts if v.passed is None] == []
 
@@ -254,6 +254,20 @@ def test_a_wrong_acceptance_is_caught_by_samples(mutant, requests):
     assert seeds.passed and sampled.passed is False and "p = " in sampled.detail
 
 
+class HotIsClamped(CorrectServer):
+    def run(self, request, seed):
+        return super().run(request | {"temperature": min(request["temperature"], 0.6)}, seed)
+
+
+@pytest.mark.parametrize("server_class, passed", [(HotIsClamped, False),
+                         pytest.param(CorrectServer, True, marks=pytest.mark.slow)])  # fmt: skip
+def test_sampled_tokens_of_drawn_requests_are_judged(server_class, passed):
+    found = examine(letter_server(server_class), requests=700, only="sampled: temperature")
+    (row,) = (v for v in found if v.check == "sampled")
+    assert row.passed is passed and row.detectable_tv, row
+    assert passed or "biased: " in row.detail
+
+
 @pytest.mark.parametrize(
     "wrong, sampling, passed, snippets",
     [
@@ -296,7 +310,8 @@ def test_without_requests_or_time_a_row_is_skipped(monkeypatch):
     monkeypatch.setattr(server.context, "TIME_LIMIT_MINUTES", 0)
     model, *rows, _ = examine(plain_server())
     assert model.passed and not any(row.passed for row in rows)
-    assert all("minutes are over" in row.detail for row in rows if row.check != "distribution")
+    assert all("minutes are over" in row.detail for row in rows
+               if row.check not in ("sampled", "distribution"))
 
 
 # ---- formats of requests and answers -------------------------------------------------------------

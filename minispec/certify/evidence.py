@@ -44,7 +44,12 @@ def score(asked: Asked, tokens: list[int], rng: np.random.Generator) -> Scored:
     logits = answer_logits(asked.place.model, prompt, tokens)  # (n, V)
     drawn, margin = torch.tensor(tokens), max(1e-3, asked.place.exam.tolerance)
     warps = [warper(sampling, order) for order in (WARPS if sampling.top_p < 1 else WARPS[:1])]
-    rows = [warp(logits) for warp in warps]
+    rows, ends = [warp(logits) for warp in warps], list(asked.place.model.config.eos_ids)
+    if asked.place.given and len(ends) > 1:  # a server does not say which one it was
+        for row in rows:
+            row[:, ends[0]], row[:, ends[1:]] = row[:, ends].sum(-1), 0.0
+        tokens = [ends[0] if token in ends else token for token in tokens]
+        drawn = torch.tensor(tokens)
     keys = order_keys(asked, tokens, rows[0])
     u, counts, impossible, v = [], [], [], rng.random(len(tokens))
     for warp, p in zip(warps, rows):

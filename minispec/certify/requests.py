@@ -12,13 +12,13 @@ from minispec.sampling import Sampling
 
 BLOCKS = 16, 32, 64, 128, 256  # sizes of blocks and pages, around which engines differ
 LONGEST = 120  # tokens of an answer
+END = 1 << 30  # of no prompt or answer
 TEMPERATURES = {  # band -> lowest and highest
     "T below 0.15": (0.05, 0.149), "T from 0.15": (0.15, 0.59), "T from 0.6": (0.6, 0.99),
     "T=1": (1.0, 1.0), "T above 1": (1.01, 2.0),
 }  # fmt: skip
 FILTERS = {(False, False): "none", (True, False): "top-k", (False, True): "top-p",
            (True, True): "top-k and top-p"}  # fmt: skip
-END = 1 << 30  # of no prompt or answer
 POSITIONS = (0, 1), (1, 4), (4, 12), (12, 24), (24, 64), (64, END)
 PROMPT_LENGTHS = (1, 16), (16, 33), (33, 128), (128, END)
 LAST_ROWS = 8  # of the context
@@ -32,14 +32,26 @@ class Place:
     exam: Examination
     draft: Transformer | None = None  # the draft model next to the checkpoint
     facts: dict[str, str] = field(default_factory=dict)  # about the checkpoint: kind -> stratum
+    given: list[int] = field(default_factory=list)  # text for prompts, instead of the model's own
+    shortest: int = 0  # max_new_tokens, and the largest one:
+    longest: int = LONGEST
+    longest_prompt: int = END
 
     @property
     def model(self) -> Transformer:
         return self.exam.model
 
     @cached_property
+    def ids(self) -> list[int]:
+        """The tokens of random prompts; without end tokens if text is given, as for servers."""
+        excluded = self.model.config.eos_ids if self.given else ()
+        return [i for i in range(self.model.config.vocab_size) if i not in excluded]
+
+    @cached_property
     def text(self) -> list[int]:
         """What the model likes to say. It often repeats itself, so that drafts are accepted."""
+        if self.given:
+            return self.given
         room = min(64, self.model.config.context - 1)
         return [1, *decode(self.model, None, [1], max_new_tokens=room, ignore_eos=True).tokens]
 
@@ -101,36 +113,38 @@ def draw_prompt(rng: Random, place: Place, most: int) -> list[int]:
     if rng.random() < 0.15:
         size = most + 1 - rng.choice((1, 1, 2, 5, 8, 16))
     size = max(1, min(size, most))
-    every, text = range(place.model.config.vocab_size), place.text
+    every, text = place.ids, place.text
     phrase = rng.choices(every, k=rng.randint(1, 8))
     start = rng.randrange(len(text))
     kind = rng.choice((rng.choices(every, k=size), phrase, text[start:] + text[:start]))
     return (kind * size)[:size]
 
 
-def draw_length(rng: Random, room: int) -> int:
+def draw_length(rng: Random, place: Place, room: int) -> int:
     """Draw max_new_tokens where there is `room` left in the context."""
-    n = rng.choice((round(LONGEST ** rng.random()), rng.randint(1, 24), rng.randint(1, LONGEST)))
+    most = place.longest
+    n = rng.choice((round(most ** rng.random()), rng.randint(1, 24), rng.randint(1, most)))
     if rng.random() < 0.03:
-        return 0
-    return min(n, room) if room > 24 or rng.random() < 0.3 else room
+        return place.shortest
+    return min(n, most, room) if room > 24 or rng.random() < 0.3 else room
 
 
 def conversation(rng: Random, place: Place, size: int) -> Iterator[list[Asked]]:
     """Yield batches of `size` requests for one to three turns; expects their answers."""
     turns, config = rng.choice((1, 1, 2, 3)), place.model.config
     most = config.context - 1 if turns == 1 else config.context // 4
+    most = min(most, place.longest_prompt)
     talks = [(draw_prompt(rng, place, most), draw_sampling(rng, config.vocab_size))
              for _ in range(size)]  # fmt: skip
     for turn in range(turns):
         batch = []
         for prompt, sampling in talks:
-            n = draw_length(rng, config.context - len(prompt))
+            n = draw_length(rng, place, config.context - len(prompt))
             n = n if turn == turns - 1 else min(n, config.context // 4)
             request = Request(prompt, n, sampling, rng.getrandbits(31))
             batch.append(Asked(place, request, turn, size))
         answers = yield batch
-        more = rng.choices(range(config.vocab_size), k=rng.choice((0, 0, 1, 3)))
+        more = rng.choices(place.ids, k=rng.choice((0, 0, 1, 3)))
         talks = [([*prompt, *answer, *more] if rng.random() < 0.7 else prompt,
                   sampling if rng.random() < 0.5 else draw_sampling(rng, config.vocab_size))
                  for (prompt, sampling), answer in zip(talks, answers)]  # fmt: skip

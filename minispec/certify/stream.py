@@ -19,6 +19,7 @@ from minispec.certify.evidence import LIMIT, NOISE, ORDERS, REPEATS, WARPS, Evid
 from minispec.certify.examination import Examination, baseline_tokens, difference, wrong_end
 from minispec.certify.requests import Asked, Place, conversation
 from minispec.certify.statistics import ALARM
+from minispec.remote.client import RequestError
 from minispec.sampling import Sampling
 
 KINDS = {  # of strata, by check
@@ -60,6 +61,7 @@ class Stream:
     goals: dict[Stratum, float] | None = None  # how many tokens are wanted, if not by TARGETS
     target: float = TARGETS[0]
     asked: int = 0
+    started: bool = False
     evidence: Evidence = field(default_factory=Evidence)
     seen: dict[tuple[str, str, str], Seen] = field(default_factory=lambda: defaultdict(Seen))
     impossible: dict[tuple[Stratum, int], dict] = field(default_factory=dict)
@@ -81,8 +83,8 @@ class Stream:
 
     def run(self, seconds: float) -> None:
         """Make requests until all strata have what they need or the time is over."""
-        if not self.asked:
-            begin = time.monotonic()
+        if not self.started:
+            self.started, begin = True, time.monotonic()
             for self.target in TARGETS:
                 self.draw(begin + seconds)
             self.confirm(max(10.0, seconds / 2))
@@ -138,7 +140,9 @@ class Stream:
                 return [self.ask([asked])[0] for asked in batch]
             self.unsupported[features(batch[0])] = f"not supported: {error}"
             return [[]]
-        except Failed as error:
+        except (Failed, RequestError) as error:
+            if getattr(error, "kind", "") in ("lost", "incomplete"):
+                raise
             for asked in batch:
                 for check in "greedy" if asked.certain else "sampled", "limits":
                     self.record(check, asked, [], str(error))
@@ -262,7 +266,7 @@ def judge_strata(exam: Examination, stream: Stream, check: str, kind: str) -> Re
             exam.evidence.update(x.request)
             return False, f"{name}: {x.problem}"
     if not seen:
-        return None, next(iter(stream.unsupported.values()), "no such request was drawn")
+        return None, next(iter(stream.unsupported.values()), "not enough time: no such request")
     if check == "sampled":
         return judge_samples(exam, stream, [(kind, name) for name in seen])
     listed = ", ".join(f"{name} {x.answers}" for name, x in seen.items())

@@ -9,16 +9,20 @@ from minispec.certify import examination
 from minispec.certify.common import GREEDY, NotSupported, Result, Verdict, describe, drafting_result
 from minispec.certify.examination import Request, Row, is_greedy, keeps_lengths, samples_fit
 from minispec.certify.near_ties import compare_texts
+from minispec.certify.requests import BATCH_SIZES, Place
 from minispec.certify.servers import context
 from minispec.certify.servers.context import ANSWER_TOKENS, ServerContext, ServerDecoder
+from minispec.certify.stream import Stream, judge_row
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.model import Transformer
 from minispec.remote.client import RequestError, Server
 from minispec.remote.identity import greedy_answer, logprob_differences, mismatch
 from minispec.sampling import Sampling
 
-SERVER_CHECKS = "greedy", "load", "limits", "distribution"
-REQUESTS = 2000  # the approximate number of requests, by default
+SERVER_CHECKS = "greedy", "load", "limits", "sampled", "distribution"
+DRAWN_KINDS = "all", "temperature", "filters", "prompts", "turns", "batches"
+DRAWN_SHARE, DRAWN_PROMPT = 0.3, 300  # of the requests; the longest drawn prompt
+REQUESTS = 3000  # the approximate number of requests, by default
 SAMPLE_TOKENS, MIN_ANSWERS = 8, 60  # tokens per sampled answer; answers per sampling
 HIGH_TEMPERATURE = Sampling(1.5)
 SERVER_SAMPLINGS = (
@@ -48,7 +52,7 @@ def check_server(
     ctx.choose_prompts(prompts)
     ctx.tolerance = context.tolerance_of(precision, model, ctx.prompts)
     is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
-    requested = (row for row in rows(ctx, samplings) if row.check in checks)
+    requested = (row for row in rows(ctx, samplings, only) if row.check in checks)
     selected = examination.select(requested, only)
     before = server.draft_counts()
     try:
@@ -64,7 +68,7 @@ def check_server(
     yield Verdict("drafts", f"in {server.requests} requests", *result)
 
 
-def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
+def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], only: str) -> Iterator[Row]:
     for kind, prompts in ctx.prompts.items():
         yield Row("greedy", kind, ctx, is_greedy, (prompts, ANSWER_TOKENS))
     every = [ids for prompts in ctx.prompts.values() for ids in prompts]
@@ -72,7 +76,7 @@ def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
     mixed = f"{context.CONCURRENCY} concurrent, mixed temperatures"
     yield Row("load", mixed, ctx, handles_load, (), False)
     if not ctx.has_ids:
-        for check in "limits", "distribution":
+        for check in "limits", "sampled", "distribution":
             yield Row(check, "all", ctx, needs_ids, (), False)
         return
     yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
@@ -80,9 +84,24 @@ def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
     for end in ctx.model.config.eos_ids:
         yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
     yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
+    yield from drawn_rows(ctx, only)
     yield Row("distribution", "seeds", ctx, seeds_work, (), False)
     for sampling in samplings:
         yield Row("distribution", describe(sampling), ctx, fits, (sampling, ctx), weight=1.0)
+
+
+def drawn_rows(ctx: ServerContext, only: str) -> Iterator[Row]:
+    """Drawn requests, as to functions; of a server only the sampled tokens are judged by them."""
+    given = [token for prompts in ctx.prompts.values() for ids in prompts for token in ids]
+    place = Place(ctx, None, {}, given[:1000], 1, ANSWER_TOKENS, DRAWN_PROMPT)
+    rows = [Row("sampled", kind, ctx, judge_row) for kind in DRAWN_KINDS if ctx.accepts_ids]
+    rows = examination.select(rows, only)
+    kinds = {(row.check, row.case) for row in rows}
+    most = int(DRAWN_SHARE * ctx.requests / len(ctx.servers))
+    stream = Stream([place], kinds, BATCH_SIZES, most)
+    stream.plain = stream.of_baseline()
+    for i, row in enumerate(rows):  # the first to be judged takes the time of all
+        yield row._replace(arguments=(stream, "sampled", row.case), weight=3.0 * (i == 0))
 
 
 def needs_ids(ctx: ServerContext) -> Result:

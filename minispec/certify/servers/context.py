@@ -99,9 +99,13 @@ class ServerContext(Examination):
         """Return whether all servers return token ids."""
         return all(server.returns_ids for server in self.servers)
 
+    @property
+    def accepts_ids(self) -> bool:
+        return all(server.accepts_ids for server in self.servers)
+
     def as_received(self, prompt: list[int]) -> list[int]:
         """Return the prompt as the servers see it: retokenized if one accepts text only."""
-        if all(server.accepts_ids for server in self.servers):
+        if self.accepts_ids:
             return prompt
         return self.decoder.tokenizer.encode(self.server.as_text(prompt))
 
