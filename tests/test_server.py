@@ -81,7 +81,7 @@ def failures(verdicts) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_a_correct_server_passes():
-    verdicts = examine(byte_server(), requests=240, samplings=SERVER_SAMPLINGS[4:])
+    verdicts = examine(byte_server(), requests=420, samplings=SERVER_SAMPLINGS[4:])
     assert not failures(verdicts), verdicts
     assert {v.check for v in verdicts if v.passed} == {
         "server", "greedy", "limits", "load", "sampled", "distribution", "drafts",
