@@ -32,10 +32,11 @@ class Implementation(Protocol):
         numbers of drafted and accepted tokens.
 
         The checkpoint is a Hugging Face directory: a small float32 llama with a tokenizer of one
-        letter per token. Its folder `draft` holds a noisy copy. Temperature 0 is greedy; top_k 0
-        and top_p 1 are off. Different seeds must give independent samples. Raise
-        NotImplementedError for unsupported options. The function is called thousands of times, so
-        keep the loaded model between calls; there are several checkpoints.
+        letter per token. Its folder `draft` holds a noisy copy. max_new_tokens may be 0, for no
+        tokens. Temperature 0 is greedy, whatever top_k and top_p are; top_k 0 and top_p 1 are off.
+        Different seeds must give independent samples. Raise NotImplementedError for unsupported
+        options. The function is called thousands of times, so keep the loaded model between calls;
+        there are several checkpoints.
 
         An engine that batches may have an attribute `many`: a function of (checkpoint, requests)
         that returns a list of such results. Each request is a dict of the other arguments."""
