@@ -46,6 +46,7 @@ PLACES = {  # the file's functions in the package's order: the module there, and
     "commit": ("cache", "01"), "warp": ("sampling", "02"), "mask": ("tree", "01"),
     "accept_greedy": ("verify", "00"), "residual": ("verify", "03"), "accept": ("verify", "03"),
     "accept_sibling": ("verify", "04"), "accept_certain": ("verify", "09"),
+    "greedy": ("methods/autoregressive", "00"),
     "best_size": ("methods/adaptive", "04"), "best_k": ("methods/adaptive", "06"),
     "tokens_per_second": ("methods/adaptive", "10"), "best_method": ("methods/adaptive", "10"),
     "chain": ("methods/fastmtp", "06"), "best_nodes": ("methods/fastmtp", "06"),
@@ -250,9 +251,12 @@ def keep(rounds: Callable, replace: bool = False) -> Callable:
         return decoder(rounds)
 
 
-def certify(*flags: str) -> None:
-    """Examine the file's `decode` as the shell would, and print the table and the verdict."""
-    command = "-m", "minispec", "certify", "--impl", f"{FILE.name}:decode", *flags
+def certify(*flags: str, function: str = "decode") -> None:
+    """Examine a function of the file as the shell would, and print the table and the verdict."""
+    if function != "decode" and not is_saved("", function):
+        print(f"{FILE.name} has no {function} yet")
+        return
+    command = "-m", "minispec", "certify", "--impl", f"{FILE.name}:{function}", *flags
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (LESSONS.parent, LESSONS)))}
     done = subprocess.run(
         [sys.executable, *command], cwd=FILE.parent, env=environment, text=True, capture_output=True
