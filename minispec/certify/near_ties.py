@@ -66,4 +66,4 @@ def compare_texts(exam: Examination, prompts: list[list[int]], n: int) -> Result
     at = common_prefix_length(tokens, plain)
     gap = f" (top-2 gap: {steps[at]:.3g} steps)" if at < len(plain) else ""
     where = f"the first, after {len(prompt)} tokens, {first_difference(tokens, plain)}{gap}"
-    return False, f"{len(different)} texts differ; {where}; {counts}"
+    return False, f"{len(different)} of {len(found)} texts differ; {where}; {counts}"

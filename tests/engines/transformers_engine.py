@@ -1,11 +1,13 @@
 """transformers' generate, as black boxes for the certifier (run by `make reference`)."""
 
 import functools
+import os
 
 import torch
 import transformers
 
 transformers.logging.set_verbosity_error()
+PRECISION = getattr(torch, os.environ.get("PRECISION", "float32"))
 read = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
@@ -31,7 +33,7 @@ def generate(
 
 
 def target(checkpoint):
-    return read(checkpoint, dtype=torch.float32)
+    return read(checkpoint, dtype=PRECISION)
 
 
 def with_draft(checkpoint, sampled):

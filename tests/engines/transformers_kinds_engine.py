@@ -2,10 +2,9 @@
 
 import functools
 
-import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers_engine import generate
+from transformers_engine import PRECISION, generate
 
 DTYPE = "dtype" if transformers.__version__ >= "5" else "torch_dtype"
 
@@ -13,7 +12,7 @@ DTYPE = "dtype" if transformers.__version__ >= "5" else "torch_dtype"
 @functools.cache
 def read(checkpoint, **settings):
     """Load a model; `settings` are fields of its generation_config."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, **{DTYPE: torch.float32})
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, **{DTYPE: PRECISION})
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
     return model
@@ -27,7 +26,7 @@ def read_other(checkpoint, sampled):
     file = f"{checkpoint}/tokenizer.json"
     target, draft = (PreTrainedTokenizerFast(tokenizer_file=file) for _ in range(2))
     draft.add_tokens(["ab", "?"])
-    model = AutoModelForCausalLM.from_pretrained(f"{checkpoint}/draft", **{DTYPE: torch.float32})
+    model = AutoModelForCausalLM.from_pretrained(f"{checkpoint}/draft", **{DTYPE: PRECISION})
     model.resize_token_embeddings(len(draft), mean_resizing=False)
     return {"assistant_model": model, "tokenizer": target, "assistant_tokenizer": draft}
 
