@@ -7,8 +7,13 @@ A table of tasks is printed at the end.
 
 import ast
 import importlib.util
+import pkgutil
+import secrets
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -26,21 +31,13 @@ from lessons.assignments.grading import (  # noqa: E402
     points_of,
     task_of,
 )
-from lessons.assignments.isolation import (  # noqa: E402
-    calls_of,
-    contents,
-    failed,
-    run_in_child,
-    strange_files,
-    taken_over,
-)
+from lessons.assignments.isolation import Submission, copy_without, scratch  # noqa: E402
+from lessons.assignments.link import Ended  # noqa: E402
 
 CASES_PER_SEED = 1000  # more than any test draws
+SEEDS = 1000  # one of so many is drawn
 STOPPED = 2  # tests of an assignment that may run too long; after them no other is run
-
-if strange := strange_files():  # now, before pytest runs a conftest.py among them
-    print(f"{strange[0]}: not a file of the grader; move or remove it", file=sys.stderr)
-    raise SystemExit(2)
+LONGEST = 300  # characters of a hint
 
 
 def pytest_addoption(parser):
@@ -50,7 +47,7 @@ def pytest_addoption(parser):
         help="what to grade: a module, a .py file, a folder of files named after the assignments, "
         "or `minispec` for the reference (default: the starters)",
     )
-    parser.addoption("--seed", type=int, default=0, help="draw other random cases (default: 0)")
+    parser.addoption("--seed", type=int, help="draw these random cases (default: any)")
     parser.addoption(
         "--allow-package",
         action="store_true",
@@ -62,7 +59,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "points(n, task): what a test is worth, and for which task")
-    config.grades, config.contents = Grades(), contents()
+    config.grades = Grades()
+    if config.option.seed is None:  # nobody knows it before
+        config.option.seed = secrets.randbelow(SEEDS)
     torch.set_num_threads(1)  # the tensors are tiny
     name = config.getoption("--impl")
     if config.inipath != HERE / "pytest.ini":  # pytest took the file for one to test
@@ -103,21 +102,53 @@ def is_module(name: str) -> bool:
 
 
 @pytest.fixture
-def impl(request) -> Implementation:
-    """The implementation chosen by `--impl`, for this test's assignment."""
+def impl(request, monkeypatch) -> Iterator[Implementation]:
+    """The implementation chosen by `--impl`, for this test's assignment, in its own process."""
     name, folder = request.config.getoption("--impl"), request.path.parent
-    if name == "minispec":
-        return Implementation(load(folder / "reference.py"), name)
-    if name == "starter":
-        return Implementation(load(folder / "starter.py"), name)
-    file = Path(name) / f"{folder.name}.py" if Path(name).is_dir() else Path(name)
-    if Path(name).is_dir() and not file.is_file():
-        pytest.fail(f"{name} has no {file.name}", pytrace=False)
+    own = {"minispec": folder / "reference.py", "starter": folder / "starter.py"}
+    file = own.get(name, Path(name))
+    if file.is_dir():
+        file = file / f"{folder.name}.py"
+        if not file.is_file():
+            pytest.fail(f"{name} has no {file.name}", pytrace=False)
+    inbox = Path(tempfile.mkdtemp(dir=scratch()))
+    monkeypatch.setattr(tempfile, "tempdir", str(inbox))  # where the certifier writes checkpoints
+    limits = [float(request.config.getini(x)) for x in ("seconds", "gigabytes")]
+    path = [copy_without(functions_to_write(request.node)), copied(file, name)]
+    link = Submission(path, inbox, *limits, getattr(request.module, "STAYS", ()))
     try:
-        module = load(file) if file.suffix == ".py" else importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a student's file may raise anything
-        pytest.fail(f"{file} cannot be imported ({type(error).__name__}: {error})", pytrace=False)
-    return Implementation(module, str(file))
+        module = link.load("submission" if file.suffix == ".py" else name)
+    except Exception as error:  # a student's file may raise anything
+        kind = type(error).__name__
+        pytest.fail(f"{file} cannot be imported ({kind}: {error})", pytrace=False)
+    yield Implementation(module, name if name in own else str(file))
+    link.close()
+
+
+def copied(file: Path, name: str) -> Path:
+    """A folder with a copy of a submission: submission.py and its neighbours, or a module."""
+    folder = Path(tempfile.mkdtemp(dir=scratch()))
+    if file.suffix == ".py":
+        shutil.copyfile(file, folder / "submission.py")
+    else:
+        origin = Path(importlib.util.find_spec(name.partition(".")[0]).origin)
+        if origin.name == "__init__.py":
+            shutil.copytree(origin.parent, folder / origin.parent.name)
+        else:
+            shutil.copyfile(origin, folder / origin.name)
+    return folder
+
+
+def functions_to_write(item: pytest.Item) -> tuple[Callable, ...]:
+    """The package's functions of the test's task, unless they will do."""
+    options = item.config.option
+    if options.allow_package or options.impl in ("minispec", "starter"):
+        return ()
+    reference, names = load(item.path.parent / "reference.py"), item.module.GRADED
+    return tuple(
+        pkgutil.resolve_name(name) if name.startswith("minispec.") else attrgetter(name)(reference)
+        for name in names[task_of(item)[1]].split(", ")
+    )
 
 
 @pytest.fixture
@@ -130,64 +161,33 @@ def seeds(request) -> Callable[[int], range]:
 # ---- running a test ------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item, nextitem) -> bool | None:
-    """Run a graded test in a child process, and record its points in this one."""
-    if points_of(item) is None:
-        return None
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    grades, task = item.config.grades, task_of(item)
-    if grades.stopped[task[0]] < STOPPED:
-        reports = run_in_child(item, item.config.contents)
-    else:
+def pytest_runtest_setup(item):
+    if points_of(item) and item.config.grades.stopped[task_of(item)[0]] >= STOPPED:
         problem = f"not run, as {STOPPED} tests had to be stopped: choose it with -k"
-        reports = [failed(item, problem)]
-    for report in reports:
-        grades.tasks[task][item.originalname].record(report)
-        grades.stopped[task[0]] += getattr(report, "stopped", False)
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
+        pytest.fail(problem, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Fail a test that is passed with the package's own solution; name known mistakes."""
+    """Name known mistakes."""
     if points_of(pyfuncitem) is None:
         return (yield)
-    names, result, failure = names_to_write(pyfuncitem), None, None
-    reference = load(pyfuncitem.path.parent / "reference.py")
-    submission = pyfuncitem.funcargs["impl"]._module
-    used = taken_over(submission, names)
-    with calls_of(reference, names) as called:
-        try:
-            result = yield
-        except (Exception, pytest.fail.Exception) as error:
-            failure = error
-    used |= taken_over(submission, names)  # it may have changed
-    if used | called:
-        own = ", ".join(sorted(used | called))
-        pytest.fail(f"uses minispec's own {own}, which earns nothing: write it", pytrace=False)
-    if failure is None:
-        return result
-    written = not isinstance(failure, NotImplementedError) and getattr(failure, "pytrace", True)
-    if written:  # and it is not missing
-        failure.known = known_mistake(pyfuncitem, failure)
-    raise failure
-
-
-def names_to_write(item: pytest.Item) -> list[str]:
-    """The functions of the test's task, unless those of the package will do."""
-    options = item.config.option
-    if options.allow_package or options.impl in ("minispec", "starter"):
-        return []
-    return item.module.GRADED[task_of(item)[1]].split(", ")
+    try:
+        return (yield)
+    except (Exception, pytest.fail.Exception) as failure:
+        missing = isinstance(failure, NotImplementedError) or type(failure).__name__ == "Borrowed"
+        if not missing and getattr(failure, "pytrace", True):
+            failure.known = known_mistake(pyfuncitem, failure)
+        raise
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    report.hint = first_line(call) if report.failed else ""
+    if points_of(item) is not None:
+        report.hint = first_line(call) if call.excinfo else ""
+        item.config.grades.stopped[task_of(item)[0]] += report.hint.endswith("was stopped")
+        item.config.grades.tasks[task_of(item)][item.originalname].record(report)
     return report
 
 
@@ -195,11 +195,12 @@ def first_line(call: pytest.CallInfo) -> str:
     """Summarise a failure in one line: the known mistake, if it is one, then the assertion's
     message, or the exception's type and message."""
     message = str(call.excinfo.value).split("\n")[0]
-    is_assertion = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
-    if not (is_assertion and message):
+    says_all = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception, Ended))
+    if not (says_all or call.excinfo.typename == "Borrowed") or not message:
         message = f"{call.excinfo.typename}: {message}".rstrip(": ")
     known = getattr(call.excinfo.value, "known", "")
-    return f"{known}: {message}" if known else message
+    line = f"{known}: {message}" if known else message
+    return "".join(c if c.isprintable() else "?" for c in line[:LONGEST])
 
 
 # ---- the table of points -------------------------------------------------------------------------
@@ -233,4 +234,4 @@ def pytest_terminal_summary(terminalreporter, config):
         line = f"  {name:<16}{earned:>3} of {possible:<3} {grades.hint(task)}"
         terminalreporter.write_line(line.rstrip())
     earned, possible = grades.total
-    terminalreporter.write_line(f"{'total':<18}{earned:>3} of {possible}")
+    terminalreporter.write_line(f"{'total':<18}{earned:>3} of {possible}   seed {config.option.seed}")

@@ -27,10 +27,9 @@ def filled(impl, length: int, seed: int = 0, capacity: int = 23):
     """A cache full of random rows, `length` of which are committed; and copies of k and v."""
     cache = impl.KVCache(2, 3, 5, capacity, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    for rows in (*cache.k, *cache.v):
-        rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float64))
-    cache.length = length
-    return cache, torch.stack(cache.k), torch.stack(cache.v)
+    kv = torch.randn(2, 2, 1, capacity, 3, 5, generator=generator, dtype=torch.float64)
+    cache.set_storage(kv.clone(), length)
+    return cache, *kv
 
 
 @pytest.mark.points(2, task="depth")

@@ -235,7 +235,7 @@ def test_a_draft_that_rounding_leaves_no_residual_for_is_accepted(impl):
 
     class Never:
         def bernoulli(self, p: float) -> bool:
-            return False
+            return p >= 1
 
         def categorical(self, probs) -> int:
             assert float(probs.sum()) > 0, "a draw from nothing: accept where no residual is left"

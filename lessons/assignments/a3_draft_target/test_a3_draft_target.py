@@ -20,8 +20,10 @@ from minispec.certify.toys import (
 )
 from minispec.methods import speculative
 from minispec.methods.autoregressive import autoregressive
+from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded, probs
 
+STAYS = (Transformer,)
 GREEDY, WARM = Sampling(), Sampling(0.8, top_k=5)
 GRADED = {
     "lookup": "lookup, minispec.methods.prompt_lookup.NgramIndex.match_end", "propose": "propose",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minispec.certify.toys import randomise, small_model
+from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.sampling import OneHot
 from minispec.tree import Tree
@@ -21,8 +22,20 @@ GRADED = {
 
 
 def random_heads(impl, model, seed: int, layers: int, shared: bool):
+    """Heads, and the random weights that they were given."""
     size, vocab = model.config.hidden_size, None if shared else model.config.vocab_size
-    return randomise(impl.MedusaHeads(3, layers, size, vocab).double(), seed)
+    heads = impl.MedusaHeads(3, layers, size, vocab).double()
+    names = {f"{k}.{i}.linear.{part}" for k in range(3) for i in range(layers) for part in
+             ("weight", "bias")}  # fmt: skip
+    names |= set() if shared else {f"{k}.{layers}.weight" for k in range(3)}
+    found = set(heads.state_dict())
+    assert found == names, (
+        f"3 heads of {layers} blocks{', with lm_head' if shared else ''}: parameters "
+        f"{sorted(names)}, not {sorted(found)}"
+    )
+    weights = randomise(MedusaHeads(3, layers, size, vocab).double(), seed).state_dict()
+    heads.load_state_dict(weights)
+    return heads, weights
 
 
 def paths_of(tree: Tree) -> dict[tuple[int, ...], int]:
@@ -38,15 +51,7 @@ def paths_of(tree: Tree) -> dict[tuple[int, ...], int]:
 def test_a_head_is_its_residual_blocks_and_its_projection(impl, seeds):
     for seed, (layers, shared) in zip(seeds(6), itertools.product((0, 1, 3), (True, False))):
         model = small_model(seed)
-        heads = random_heads(impl, model, seed, layers, shared)
-        weights = heads.state_dict()
-        names = {f"{k}.{i}.linear.{part}" for k in range(3) for i in range(layers) for part in
-                 ("weight", "bias")}  # fmt: skip
-        names |= set() if shared else {f"{k}.{layers}.weight" for k in range(3)}
-        assert set(weights) == names, (
-            f"3 heads of {layers} blocks{', with lm_head' if shared else ''}: parameters "
-            f"{sorted(names)}, not {sorted(weights)}"
-        )
+        heads, weights = random_heads(impl, model, seed, layers, shared)
         hidden = model([3, 1, 4, 1, 5])  # (1, 5, d)
         logits = heads(hidden, model)
         assert logits.shape == (3, 1, 5, 24), f"(K, ..., V) is (3, 1, 5, 24), not {logits.shape}"
@@ -66,7 +71,7 @@ def test_a_head_is_its_residual_blocks_and_its_projection(impl, seeds):
 def test_one_hidden_state_gives_one_row_a_head(impl, seeds):
     (seed,) = seeds(1)
     model = small_model(seed)
-    heads = random_heads(impl, model, seed, 1, False)
+    heads, _ = random_heads(impl, model, seed, 1, False)
     hidden = model([1, 2, 3])[0]
     one, all_ = heads(hidden[-1], model), heads(hidden, model)
     assert one.shape == (3, 24) and all_.shape == (3, 3, 24), "(..., d) -> (K, ..., V), any shape"
@@ -76,7 +81,7 @@ def test_one_hidden_state_gives_one_row_a_head(impl, seeds):
 @pytest.mark.points(2, task="start")
 def test_untrained_heads_begin_as_the_lm_head(impl, seeds):
     for seed, (layers, shared) in zip(seeds(4), itertools.product((1, 2), (True, False))):
-        model = small_model(seed)
+        model = impl.copy(small_model(seed))
         hidden = model([3, 1, 4])
         said, heads = model.logits(hidden), impl.new_heads(4, layers, model, shared)
         weights = heads.state_dict()
@@ -88,8 +93,7 @@ def test_untrained_heads_begin_as_the_lm_head(impl, seeds):
             "every head begins by saying what lm_head says: a block is the identity if its weight "
             "and its bias are 0"
         )
-        for weight in weights.values():
-            weight += 1
+        heads.load_state_dict({name: weight + 1 for name, weight in weights.items()})
         assert torch.equal(model.logits(hidden), said), (
             "a copy of lm_head: training the heads must not change the target"
         )

@@ -16,9 +16,11 @@ from minispec.certify.toys import (
 )
 from minispec.methods import lookahead
 from minispec.methods.autoregressive import autoregressive
+from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
 
+STAYS = (Transformer,)
 GREEDY = Sampling()
 GRADED = {
     "jacobi": "jacobi", "trie": "merged", "window_layout": "window_layout",

@@ -34,6 +34,7 @@ from minispec.methods.declaration import Method
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 
+STAYS = Transformer, Proposer
 GREEDY = Sampling()
 GRADED = {
     "exact": "engine", "greedy": "engine", "cache": "engine", "rounds": "engine",
