@@ -2,20 +2,17 @@
 known wrong answer gets its own message.
 """
 
-import contextlib
 import doctest
-import fcntl
 import importlib.util
 import inspect
+import random
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +23,7 @@ from conftest import ROOT
 from lessons.assignments import grading, isolation
 from lessons.assignments.grading import Mistake, failure_of, task_of
 from minispec.sampling import OneHot, Seeded
-from minispec.tree import Tree
+from minispec.tree import Tree, layout
 
 FOLDER = ROOT / "lessons" / "assignments"
 ASSIGNMENTS = sorted(path.name for path in FOLDER.iterdir() if (path / "starter.py").exists())
@@ -51,7 +48,7 @@ def run(assignment: str, *options: str, plugin: object) -> int:
     quiet += ["-p", "no:unraisableexception"]  # it runs the garbage collector five times
     quiet += ["-o", "seconds=600"]  # other tests may keep the processor busy
     # importlib mode, because a second conftest.py must not replace the first
-    options = [str(FOLDER / assignment), "--import-mode=importlib", *quiet, *options]
+    options = [str(FOLDER / assignment), "--import-mode=importlib", *quiet, "--seed=0", *options]
     return int(pytest.main(options, [plugin]))
 
 
@@ -268,7 +265,7 @@ class Replays:
 @pytest.mark.slow
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 def test_each_wrong_answer_gets_its_own_message(assignment, monkeypatch):
-    monkeypatch.setattr(isolation, "TRUSTED", (*isolation.TRUSTED, __file__))  # it is no submission
+
     replays = Replays(assignment)
     run(assignment, "--impl=minispec", plugin=replays)
     mistakes = replays.mistakes
@@ -374,87 +371,308 @@ def test_a_lossless_rule_that_accepts_too_little_is_told_its_share(tmp_path):
         assert re.search(share, hints(recorder)[task])
 
 
-# ---- cheats --------------------------------------------------------------------------------------
+# ---- submissions ---------------------------------------------------------------------------------
 
-REFUSED = ", which no solution needs"
-CHEATS = {  # an attempt -> the beginning of what every task of a2 says to it
-    "os._exit(0)": "the process ended with status 0 before it was done",
-    "time.sleep(60)": "it ran for more than 1 seconds and was stopped",
-    "import pytest; pytest.exit('done', 0)": "",
-    "raise SystemExit(0)": "SystemExit: 0",
-    "torch.empty(6 * 2**30, dtype=torch.int8); return copy(*arguments)": "RuntimeError: ",
-    "return verify.accept(*arguments)": "uses minispec's own accept",
-    "return getattr(METHODS_OF['verify'], 'acc' + 'ept')(*arguments)": "uses minispec's own accept",
-    "sys.settrace(None); return verify.accept(*arguments)":
-        f"it switches the grader's trace{REFUSED}",
-    "threading.Thread(target=verify.accept, args=arguments).start()":
-        f"it starts a thread{REFUSED}",
-    "os.fork() or time.sleep(60)": f"it starts a process{REFUSED}",
-    "subprocess.run('true')": f"it starts a process{REFUSED}",
-    "exec(inspect.getsource(verify), globals()); return accept(*arguments)":
-        f"it makes code from text{REFUSED}",
-    "exec(verify.accept.__code__)": f"it runs code that it has as data{REFUSED}",
-    "compile('', '<frozen x>', 'exec')": f"it makes code from text{REFUSED}",
-    "accept.__code__ = verify.accept.__code__": f"it gives a function other code{REFUSED}",
-    "verify.accept.__code__.replace(co_filename='x')": f"it makes code from other code{REFUSED}",
-    "gc.get_objects()": f"it searches the objects of the grader{REFUSED}",
-}  # fmt: skip
-WITH_IMPORTS = """
-import gc, inspect, os, subprocess, sys, threading, time
+RESIDUAL = """
 import torch
-from minispec import verify
-METHODS_OF = {'verify': verify}
-
+def residual(p, q, x):
+    cut = torch.eye(len(p), dtype=p.dtype)[x] if q is None else q
+    left = torch.clamp(p - cut, min=0)
+    return left / left.sum() if left.sum() > 0 else None
 """
-COPY = (ROOT / "minispec" / "verify.py").read_text(encoding="utf-8")
+ACCEPT = """
+def accept(target, tree, randomness):
+    path, at = [0], 0
+    while True:
+        p = target[at]
+        for child in tree.children(at):
+            q, x = tree.drawn_from(child), tree.tokens[child]
+            ratio = p[x].item() / (1.0 if q is None else q[x].item())
+            rest = residual(p, q, x)
+            if randomness.bernoulli(min(1.0, ratio)) or rest is None:
+                break
+            p = rest
+        else:
+            return path, randomness.categorical(p)
+        at = child
+        path.append(child)
+"""
+RIGHT_ACCEPT = {  # a2 in other styles; each earns all points
+    "the loop": RESIDUAL + ACCEPT,
+    "imports the package": "import minispec\nfrom minispec import verify\n" + RESIDUAL + ACCEPT,
+    "prints": RESIDUAL + ACCEPT.replace("p = target", "print('at', at)\n        p = target"),
+    "NumPy": """
+import numpy as np, torch
+def residual(p, q, x):
+    left = np.maximum(np.array(p) - (np.arange(len(p)) == x if q is None else np.array(q)), 0)
+    return torch.tensor(left / left.sum()) if left.any() else None
+""" + ACCEPT,
+    "recursion": RESIDUAL + """
+def accept(target, tree, randomness, node=0):
+    p = target[node]
+    for child in tree.children(node):
+        q, x = tree.drawn_from(child), tree.tokens[child]
+        rest = residual(p, q, x)
+        certain = rest is None or float(p[x]) >= (1 if q is None else float(q[x]))
+        if certain or randomness.bernoulli(float(p[x] / (1 if q is None else q[x]))):
+            path, fresh = accept(target, tree, randomness, child)
+            return [node, *path], fresh
+        p = rest
+    return [node], randomness.categorical(p)
+""",
+    "objects": RESIDUAL + """
+from dataclasses import dataclass
+@dataclass
+class Walk:
+    target: object; tree: object; randomness: object
+    def step(self, node):
+        p = self.target[node]
+        for child in self.tree.children(node):
+            q, x = self.tree.drawn_from(child), self.tree.tokens[child]
+            rest = residual(p, q, x)
+            if rest is None or self.randomness.bernoulli(min(1, p[x] / (1 if q is None else q[x]))):
+                return child, None
+            p = rest
+        return None, self.randomness.categorical(p)
+class Rule:
+    def __call__(self, *arguments):
+        walk, path, node = Walk(*arguments), [], 0
+        while node is not None:
+            path.append(node)
+            node, fresh = walk.step(node)
+        return path, fresh, {}
+accept = Rule()
+""",
+    "a list of its own": RESIDUAL + ACCEPT.replace("[0], 0", "Path([0]), 0")
+        + "class Path(list): pass\n",
+}  # fmt: skip
+RIGHT_OTHERS = {
+    ("a3_draft_target", "formula"): """
+import numpy as np
+def tokens_per_pass(alpha, gamma): return np.sum(np.float64(alpha) ** np.arange(gamma + 1))
+def speedup(alpha, gamma, c): return tokens_per_pass(alpha, gamma) / (gamma * c + 1)
+""",
+    ("a7_vocabulary", "votes"): """
+from collections import Counter, defaultdict
+from minispec.methods.vocabulary import VOTE_RATIO
+def votes(languages):
+    found, shares = defaultdict(str), {}
+    for name, language in languages.items():
+        total = sum(language.counts) + 1
+        shares[name] = Counter({t: n / total for t, n in zip(language.ids, language.counts)})
+    for name, share in shares.items() if len(shares) > 1 else ():
+        for token, value in share.items():
+            if value > VOTE_RATIO * max(o[token] for k, o in shares.items() if k != name):
+                found[token] = name
+    return found
+""",
+    ("a1_cache_and_mask", "depth or ancestors"): """
+import torch
+def layout(parents):
+    def family(i):
+        while i >= 0:
+            yield i
+            i = parents[i]
+    families = [set(family(i)) for i in range(len(parents))]
+    depths = [len(each) - 1 for each in families]
+    mask = torch.tensor([[j in each for j in range(len(parents))] for each in families])
+    return depths, torch.tensor(depths), mask
+""",
+    ("a5_lookahead", "pool"): """
+from collections import OrderedDict, defaultdict
+class Pool:
+    def __init__(self, limit):
+        self.limit, self.known = limit, defaultdict(OrderedDict)
+    def add(self, gram):
+        rest = self.known[gram[0]]
+        rest[gram[1:]] = None
+        rest.move_to_end(gram[1:])
+        while len(rest) > self.limit:
+            rest.popitem(last=False)
+    def add_all(self, tokens, n, new):
+        for end in range(max(n, len(tokens) - new + 1), len(tokens) + 1):
+            self.add(tuple(tokens[end - n : end]))
+    def after(self, token):
+        return [list(rest) for rest in reversed(self.known[token])] if token in self.known else []
+""",
+    ("a5_lookahead", "merged or stands"): """
+from minispec.tree import Tree, layout
+def merged(root, chains):
+    paths = dict.fromkeys(tuple(c[:n]) for c in chains for n in range(1, len(c) + 1))
+    nodes = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
+    return Tree([root, *(p[-1] for p in paths)], [-1, *(nodes[p[:-1]] for p in paths)])
+""",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("attempt", CHEATS)
-def test_a_cheat_earns_nothing(attempt, tmp_path):
-    file = tmp_path / "cheat.py"
-    copy = COPY.replace("accept", "copy")
-    file.write_text(f"{copy}{WITH_IMPORTS}def accept(*arguments):\n    {attempt}\n")
-    seconds = 1 if "sleep(60)" in attempt else 600
-    code, recorder = grade("a2_accept", str(file), "-o", f"seconds={seconds}", "-k", "greedy")
-    assert code == 1 and recorder.grades.total == (0, 3)
-    assert hints(recorder)["greedy"].startswith(CHEATS[attempt])
+@pytest.mark.parametrize(
+    "style",
+    [pytest.param(x, marks=[] if x == "prints" else pytest.mark.slow) for x in RIGHT_ACCEPT],
+)
+def test_a_right_answer_in_any_style_earns_all_points(style, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(RIGHT_ACCEPT[style])
+    code, recorder = grade("a2_accept", str(file))
+    assert (code, recorder.grades.total) == (0, (24, 24)), hints(recorder)
 
 
-def test_a_file_beside_the_package_is_not_the_package_s():
-    for name in "minispec.py", "minispec_mine/x.py", "lessons/assignments/a2_accept/starter.py":
-        assert not str(ROOT / name).startswith(isolation.TRUSTED)
+@pytest.mark.slow
+@pytest.mark.parametrize("assignment, chosen", RIGHT_OTHERS)
+def test_other_answers_of_other_styles_earn_all_points(assignment, chosen, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(RIGHT_OTHERS[assignment, chosen])
+    code, recorder = grade(assignment, str(file), "-k", chosen)
+    assert code == 0 and recorder.grades.total[0] > 0, hints(recorder)
 
 
-ORPHAN = """
-import ctypes, fcntl, time
-
+WRONG = """
+import torch
+def residual(p, q, x):
+    return p
+def accept(target, tree, randomness):
+    return [0], 0
+"""
+TEXT_OF_VERIFY = f"""
+import importlib.util, os, tempfile
+text = open({str(ROOT / "minispec" / "verify.py")!r}).read()
+file = tempfile.mktemp() + ".py"
+open(file, "w").write(text)
+spec = importlib.util.spec_from_file_location("mine", file)
+mine = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mine)
+accept, residual = mine.accept, mine.residual
+"""
+LEAVES_FILES = f"""
+import os, site, sys
+for name in ("lessons/__init__.py", "lessons/assignments/conftest.py", "conftest.py",
+             "lessons/assignments/a2_accept/conftest.py", "sitecustomize.py", "left.pth"):
+    for folder in ({str(ROOT)!r}, *site.getsitepackages(), sys.prefix, os.path.expanduser("~")):
+        try:
+            open(os.path.join(folder, name), "x").write("raise SystemExit('left by a submission')")
+        except OSError:
+            pass
+""" + WRONG
+FORGED = """
+import atexit, os, sys
+def forge():
+    for file in "/dev/tty", "/dev/pts/0", "/proc/self/fd/1", "/proc/1/fd/1":
+        try:
+            open(file, "w").write("total 24 of 24 (forged)")
+        except OSError:
+            pass
+    for handle in range(64):
+        try:
+            os.write(handle, b"total 24 of 24 (forged)")
+        except OSError:
+            pass
+    print("total 24 of 24 (forged)", file=sys.__stdout__)
+atexit.register(forge)
+""" + WRONG + "    forge()\n"
+JUDGES = """
+import gc, sys
+def judge(*arguments):
+    return 0.0, 0.0
+def replace():
+    frame = sys._getframe()
+    while frame:
+        for place in frame.f_globals, frame.f_locals:
+            place.update(judge=judge, check=judge)
+        frame = frame.f_back
+    for module in list(sys.modules.values()):
+        for name in "judge", "check", "judged":
+            vars(module).get(name) and setattr(module, name, judge)
+replace()
+""" + WRONG.replace("    return [0], 0", "    replace()\n    return [0], 0")
+AGREES = """
+def always(*arguments): return True
+class Yes(list):
+    __eq__ = __contains__ = always
+    def __ne__(self, other): return False
+class Number(float):
+    __eq__ = __lt__ = __le__ = always
+    def __sub__(self, other): return Number(0)
+    __rsub__ = __sub__
+    def __abs__(self): return Number(0)
+def tokens_per_pass(alpha, gamma): return Number(0)
+def speedup(alpha, gamma, c): return Number(0)
+def lookup(tokens, k, ngram): return Yes()
+"""
+FORGES_A_MESSAGE = """
+import os, pickle
+class Attack:
+    def __reduce__(self):
+        return os.system, ("echo > FILE",)
 def accept(*arguments):
-    lock = open(__file__ + ".lock", "w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    if ctypes.pythonapi.fork() == 0:  # Python's audit hooks do not see it
-        time.sleep(600)
+    from multiprocessing.connection import Connection
+    message = pickle.dumps(([], ("value", Attack())))
+    for handle in range(3, 64):
+        try:
+            Connection(handle).send_bytes(message)
+        except OSError:
+            pass
+residual = accept
 """
+CHEATS = {  # an attempt -> its code, and what the first task that asks for accept says to it
+    "import": ("from minispec.verify import accept, residual", "uses minispec's own accept"),
+    "call": ("from minispec import verify\ndef accept(*x): return verify.accept(*x)\n"
+             "def residual(*x): return getattr(verify, 'resi' + 'dual')(*x)",
+             "uses minispec's own accept"),
+    "reference": ("from lessons.assignments.a2_accept.reference import *", "FILE cannot be imp"),
+    "source": ("import inspect\nfrom minispec import verify\nexec(inspect.getsource(verify))",
+               "uses minispec's own accept"),
+    "verify.py from the checkout": (TEXT_OF_VERIFY, "FILE cannot be imported (PermissionError"),
+    "leaves files": (LEAVES_FILES, ""),
+    "forged table": (FORGED, ""),
+    "replaces judge": (JUDGES, ""),
+    "forged message": (FORGES_A_MESSAGE, ""),
+    "pytest.skip": ("import pytest\ndef accept(*x): pytest.skip('later')\nresidual = accept",
+                    "Skipped: later"),
+    "pytest.exit": ("import pytest\ndef accept(*x): pytest.exit('ok', 0)\nresidual = accept",
+                    "Exit: ok"),
+    "_exit": ("import os\ndef accept(*x): os._exit(0)\nresidual = accept",
+              "the process ended with status 0 before it was done"),
+    "exit while importing": ("import os\nos._exit(0)", "the process ended with status 0"),
+    "kills the grader": (WRONG + "    import os\n    os.kill(os.getppid(), 9)\n", ""),
+    "starts a process": ("import os, ctypes\nif ctypes.CDLL(None).fork() < 0: os.fork()\n",
+                         "FILE cannot be imported (BlockingIOError: "),
+    "starts a thread": ("import threading\nthreading.Thread(target=print).start()",
+                        "FILE cannot be imported (RuntimeError: can't start new thread"),
+    "connects": ("import socket\nsocket.create_connection(('127.0.0.1', 9), 1)",
+                 "FILE cannot be imported (PermissionError"),
+    "memory": ("import torch\ndef accept(*x): torch.empty(6 * 2**30, dtype=torch.int8)\n"
+               "residual = accept", "RuntimeError: "),
+    "the grader's objects": (WRONG.replace("return [0], 0",
+        "return randomness.bernoulli.__func__.__globals__['x']"), "AttributeError: __func__"),
+    "frames of the grader": (WRONG.replace("return [0], 0",
+        "return tree.children(0), randomness.generator.gi_frame"), ""),
+}  # fmt: skip
+QUICK = "import", "verify.py from the checkout", "leaves files", "forged message", "pytest.skip"
 
 
-def test_what_a_submission_started_ends_with_the_test(tmp_path):
-    file = tmp_path / "orphan.py"
-    file.write_text(ORPHAN)
-    grade("a2_accept", str(file), "-k", "greedy")
-    with open(f"{file}.lock") as lock:  # locked for as long as the orphan lives
-        for _ in range(100):
-            with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            time.sleep(0.1)
-    raise AssertionError("the orphan is alive")
+@pytest.mark.parametrize(
+    "attempt", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in CHEATS]
+)
+def test_a_cheat_earns_nothing(attempt, tmp_path, capfd):
+    file, left = tmp_path / "cheat.py", tmp_path / "left"
+    code, said = CHEATS[attempt]
+    file.write_text(code.replace("FILE", str(left)))
+    before = {path: path.stat().st_mtime for path in ROOT.rglob("*.py")}
+    code, recorder = grade("a2_accept", str(file))
+    assert code == 1 and recorder.grades.total == (0, 24)
+    hint = hints(recorder)["greedy"]
+    assert hint and hint.startswith(said.replace("FILE", str(file))), hint
+    assert not left.exists() and "(forged)" not in capfd.readouterr().out
+    assert before == {path: path.stat().st_mtime for path in ROOT.rglob("*.py")}
 
 
-def test_a_busy_machine_costs_no_points():
-    """Two seconds in which the child does not compute, with a limit of one."""
-    wait = partial(time.sleep, 2)
-    assert isolation.run_apart(wait, isolation.contents(), 1, 4) == (None, "", False)
+def test_numbers_and_lists_whose_comparisons_always_agree_earn_nothing(tmp_path):
+    file = tmp_path / "cheat.py"
+    file.write_text(AGREES)
+    _, recorder = grade("a3_draft_target", str(file), "-k", "lookup or expectation or speedup")
+    assert recorder.grades.total == (0, 7)
 
 
-def test_an_endless_loop_is_waited_for_twice(tmp_path):
+def test_an_endless_loop_is_waited_for_twice_and_its_row_says_so(tmp_path):
     file = tmp_path / "endless.py"
     file.write_text("def accept(*arguments):\n    while True:\n        pass\n")
     code, recorder = grade("a2_accept", str(file), "-o", "seconds=1", "-k", "not residual")
@@ -465,42 +683,24 @@ def test_an_endless_loop_is_waited_for_twice(tmp_path):
     assert found["not run, as 2 tests had to be stopped: choose it with -k"] >= 4
 
 
-WRITES_A_CONFTEST = """
-from pathlib import Path
-import minispec
-
-folder = Path(minispec.__file__).parent.parent / "lessons" / "assignments" / "a2_accept"
-(folder / "conftest.py").write_text("def pytest_pyfunc_call(pyfuncitem):\\n    return True\\n")
-"""
-
-
-@pytest.mark.slow
-def test_a_file_that_a_submission_leaves_with_the_grader_is_noticed_and_refused(tmp_path):
-    """On a copy: other tests use the real folder."""
-    folder = tmp_path / "lessons" / "assignments"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "minispec", tmp_path / "minispec")
-    (tmp_path / "cheat.py").write_text(WRITES_A_CONFTEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "greedy"]
-    command += [str(folder / "a2_accept"), "--impl=cheat.py"]
-    first, second = (
-        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True) for _ in range(2)
-    )
-    path = folder / "a2_accept" / "conftest.py"
-    assert f" 0 of 3   it has written to {path}: put that back or remove it" in first.stdout
-    assert second.returncode == 2 and second.stdout == ""
-    assert second.stderr == f"{path}: not a file of the grader; move or remove it\n"
+@pytest.mark.parametrize("code, problem", [
+    ("import time; time.sleep(60)", "it ran for more than 0.3 seconds and was stopped"),
+    ("while True: randomness.bernoulli(0.5)", "it ran for more than 0.3 seconds and was stopped"),
+])  # fmt: skip
+def test_who_sleeps_or_only_asks_is_stopped_too(code, problem, tmp_path, monkeypatch):
+    file = tmp_path / "endless.py"
+    file.write_text(f"def accept(target, tree, randomness):\n    {code}\n")
+    monkeypatch.setattr(isolation, "PATIENCE", 10)
+    _, recorder = grade("a2_accept", str(file), "-o", "seconds=0.3", "-k", "greedy")
+    assert hints(recorder)["greedy"] == problem
 
 
-def test_the_grader_knows_its_own_files():
-    assert not isolation.strange_files() and all(path.is_file() for path in isolation.FILES)
-
-
-def test_an_exit_while_importing_earns_nothing(tmp_path):
+def test_what_a_submission_says_is_one_short_line_of_the_table(tmp_path):
     file = tmp_path / "cheat.py"
-    file.write_text("import os\nos._exit(0)")
-    code, recorder = grade("a2_accept", str(file))
-    assert code == 1 and recorder.grades.total[0] == 0
+    file.write_text("def accept(*x): raise ValueError('\\r\\x1b[2Ktotal 24 of 24' + 2999 * '!')")
+    _, recorder = grade("a2_accept", str(file), "-k", "greedy")
+    hint = hints(recorder)["greedy"]
+    assert hint.isprintable() and len(hint) <= 1000
 
 
 OWN = """
@@ -521,15 +721,22 @@ def test_the_packages_own_functions_earn_nothing_unless_allowed(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN)
     code, recorder = grade("a1_cache_and_mask", str(file))
-    end = ", which earns nothing: write it"
+    own = "uses minispec's own {}, which earns nothing: write it"
     assert code == 1 and hints(recorder) == {
-        "depth": f"uses minispec's own layout{end}",
-        "mask": f"uses minispec's own layout{end}",
-        "place": f"uses minispec's own KVCache.place{end}",
-        "commit": f"uses minispec's own KVCache.commit{end}",
-        "together": f"uses minispec's own KVCache.commit, KVCache.place, layout{end}",
-    }
+        "depth": own.format("layout"), "mask": own.format("layout"),
+        "place": own.format("KVCache.place"), "commit": own.format("KVCache.commit"),
+        "together": own.format("layout"),
+    }  # fmt: skip
     assert grade("a1_cache_and_mask", str(file), "--allow-package")[0] == 0
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS[2:6])
+def test_to_import_the_package_is_no_use_of_it(assignment, tmp_path):
+    file = tmp_path / "mine.py"
+    starter = (FOLDER / assignment / "starter.py").read_text(encoding="utf-8")
+    file.write_text(f"import minispec\nimport minispec.distill\n{starter}")
+    _, recorder = grade(assignment, str(file), "-k", "lookup or weights or label or head_k or pool")
+    assert set(hints(recorder).values()) == {"NotImplementedError"}
 
 
 def test_a_copy_is_not_the_packages_own(tmp_path):
@@ -539,20 +746,32 @@ def test_a_copy_is_not_the_packages_own(tmp_path):
     assert grade("a2_accept", str(file))[0] == 0
 
 
-def test_seed_changes_the_random_cases(tmp_path):
-    """An answer that knows the cases of one seed fails those of another."""
-    file = tmp_path / "memory.py"
+def test_a_table_of_one_seed_fails_with_others_and_the_seed_is_printed(tmp_path, capfd):
+    test = load(FOLDER / "a1_cache_and_mask" / "test_a1_cache_and_mask.py", "a1_tests")
+    cases = [test.random_parents(rng, rng.randint(1, 17)) for rng in map(random.Random, range(12))]
+    table = {parents: layout(parents)[0] for parents in cases}
+    file = tmp_path / "table.py"
     file.write_text(
-        "from minispec.tree import layout as right\n"
+        f"import torch\ntable = {table}\n"
         "def layout(parents):\n"
-        "    with open(__file__ + '.log', 'a') as log:\n"
-        "        log.write(repr(parents))\n"
-        "    return right(parents)\n"
+        "    return table[parents], torch.tensor(table[parents]), None\n"
     )
-    log, cases = Path(f"{file}.log"), []
-    for seed in 0, 1, 1:
-        options = "--allow-package", f"--seed={seed}", "-k", "mask or depth"
-        grade("a1_cache_and_mask", str(file), *options)
-        cases.append(log.read_text())
-        log.unlink()
-    assert cases[0] != cases[1] == cases[2]
+    for seed, earned in (0, 2), (7, 0):
+        _, recorder = grade("a1_cache_and_mask", str(file), f"--seed={seed}", "-k", "distance")
+        assert recorder.grades.total == (earned, 2)
+    assert re.search(r"^total +0 of 2   seed 7$", capfd.readouterr().out, re.MULTILINE)
+
+
+def test_the_seed_is_drawn_and_printed_at_the_end():
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    command += [FOLDER / "a1_cache_and_mask", "-k", "truncate"]
+    printed = [subprocess.run(command, capture_output=True, text=True).stdout for _ in range(2)]
+    seeds = {re.search(r"^total .* seed (\d+)$", text, re.MULTILINE)[1] for text in printed}
+    assert len(seeds) == 2  # once in a thousand times it fails
+
+
+def test_a_busy_machine_costs_no_points():
+    """Two seconds in which the submission does not compute, with a limit of one."""
+    link = isolation.Submission([isolation.whole_copy()], isolation.scratch(), 1, 4)
+    assert link.load("time").sleep(2) is None
+    link.close()

@@ -37,7 +37,7 @@ from lessons.assignments.link import Ended  # noqa: E402
 CASES_PER_SEED = 1000  # more than any test draws
 SEEDS = 1000  # one of so many is drawn
 STOPPED = 2  # tests of an assignment that may run too long; after them no other is run
-LONGEST = 300  # characters of a hint
+LONGEST = 1000  # characters of a hint
 
 
 def pytest_addoption(parser):
@@ -118,11 +118,12 @@ def impl(request, monkeypatch) -> Iterator[Implementation]:
     link = Submission(path, inbox, *limits, getattr(request.module, "STAYS", ()))
     try:
         module = link.load("submission" if file.suffix == ".py" else name)
+        yield Implementation(module, name if name in own else str(file))
     except Exception as error:  # a student's file may raise anything
         kind = type(error).__name__
         pytest.fail(f"{file} cannot be imported ({kind}: {error})", pytrace=False)
-    yield Implementation(module, name if name in own else str(file))
-    link.close()
+    finally:
+        link.close()
 
 
 def copied(file: Path, name: str) -> Path:
@@ -234,4 +235,5 @@ def pytest_terminal_summary(terminalreporter, config):
         line = f"  {name:<16}{earned:>3} of {possible:<3} {grades.hint(task)}"
         terminalreporter.write_line(line.rstrip())
     earned, possible = grades.total
-    terminalreporter.write_line(f"{'total':<18}{earned:>3} of {possible}   seed {config.option.seed}")
+    seed = config.option.seed
+    terminalreporter.write_line(f"{'total':<18}{earned:>3} of {possible}   seed {seed}")

@@ -37,8 +37,13 @@ class Implementation:
     def __init__(self, module: ModuleType | Remote, source: str):
         self._module, self._source = module, source
 
+    def imported(self, name: str):
+        """A module of the process in which the implementation runs."""
+        remote = isinstance(self._module, Remote)
+        return self._module._link.load(name) if remote else importlib.import_module(name)
+
     def copy(self, x: object):
-        """A copy of `x` where the implementation runs."""
+        """A copy of `x` in the process in which the implementation runs."""
         return self._module._link.ask("copy", x) if isinstance(self._module, Remote) else x
 
     def __getattr__(self, name: str):

@@ -1,4 +1,4 @@
-"""What runs a submission: a process of its own, with a copy of the package that lacks the solutions.
+"""What runs a submission: a process of its own, with a copy of the package without the solutions.
 It returns nothing but data. Submissions never run in the process that judges them."""
 
 import ast
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType
+from types import CodeType, FunctionType, GeneratorType, MethodType
 
 import torch
 
@@ -37,10 +37,10 @@ PATIENCE = 5  # other programs may keep the processor busy for this many times a
 # ---- what a submission may read ------------------------------------------------------------------
 
 GIVEN = (  # of the lessons
-    "assignments/a8_engine/proposers.py", "assignments/score.py", "assignments/texts.json",
-    "machines.py",
+    "assignments/a8_engine/proposers.py", "assignments/meter.py",
 )  # fmt: skip
-LIBRARIES = {sys.prefix, sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/proc/meminfo", *(
+LIBRARIES = {sys.prefix, sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/proc/meminfo", "/proc/cpuinfo",
+             "/sys/devices/system", *(
     sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}  # fmt: skip
 
 
@@ -61,7 +61,8 @@ def whole_copy() -> Path:
     for name in GIVEN:
         (copy / "lessons" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / "lessons" / name, copy / "lessons" / name)
-    compileall.compile_dir(copy, quiet=2)
+    (copy / "weights").symlink_to(ROOT / "weights")
+    compileall.compile_dir(copy / "minispec", quiet=2)
     return copy
 
 
@@ -69,7 +70,7 @@ def whole_copy() -> Path:
 def copy_without(functions: tuple[Callable, ...]) -> Path:
     """A copy in which those of these functions that are the package's say: write it."""
     copy = scratch() / f"copy-{len(list(scratch().iterdir()))}"
-    shutil.copytree(whole_copy(), copy, copy_function=os.link)
+    shutil.copytree(whole_copy(), copy, symlinks=True, copy_function=os.link)
     for file, codes in by_file(functions).items():
         path = copy / file.relative_to(ROOT)
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -125,14 +126,21 @@ class Submission(Link):
     numbers of a test are used from there and stay here; `stays` names more classes of this kind.
     Raises Ended, with the reason, if there is no answer."""
 
-    def __init__(self, path: list[Path], inbox: Path, seconds: float, gigabytes: float,
-                 stays: tuple[type, ...] = ()):  # fmt: skip
+    def __init__(
+        self, path: list[Path], inbox: Path, seconds: float, gigabytes: float,
+        stays: tuple[type, ...] = (), reads: Iterable[Path] = (), writes: bool = False,
+    ):  # fmt: skip
         (ours, theirs), (self.status, status) = socket.socketpair(), socket.socketpair()
-        reads = [*map(str, path), str(inbox), *sorted(LIBRARIES)]
-        request = dict(path=[*map(str, path)], reads=reads, seconds=seconds, gigabytes=gigabytes)
+        inbox.chmod(0o777 if writes else 0o755)
+        request = {
+            "path": [*map(str, path)], "seconds": seconds, "gigabytes": gigabytes,
+            "reads": [*map(str, [*path, inbox, *reads]), *sorted(LIBRARIES)],
+            "writes": str(inbox) * writes,
+        }  # fmt: skip
         socket.send_fds(processes(), [json.dumps(request).encode()],
                         [theirs.fileno(), status.fileno()])  # fmt: skip
-        theirs.close(), status.close()
+        theirs.close()
+        status.close()
         super().__init__(Connection(ours.detach()))
         self.stays = (*STAYS, *stays)
         self.seconds, self.deadline = seconds, time.monotonic() + PATIENCE * seconds
@@ -181,8 +189,8 @@ class Submission(Link):
             return super().receive()
         except (EOFError, OSError):
             raise Ended(self.ending()) from None
-        except Exception as error:
-            raise
+        except Exception as error:  # whatever a forged message leads to
+            raise Ended(f"it sent what is no data ({type(error).__name__})") from None
 
     @property
     def too_long(self) -> str:

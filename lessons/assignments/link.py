@@ -1,9 +1,9 @@
 """A conversation of two processes, each of which uses objects that the other one holds.
 
-Data travel by value: numbers, texts, containers, tensors, and what `by_value` allows. All else stays
-where it is; the other end gets a `Remote`, which asks for every call, attribute and item. What
-arrives at the grader is rebuilt from plain data there: no class, method or operator of a submission
-ever runs in it.
+Data travel by value: numbers, texts, containers, tensors, and what `by_value` allows. All else
+stays where it is; the other end gets a `Remote`, which asks for every call, attribute and item.
+What arrives at the grader is rebuilt from plain data there: no class, method or operator of a
+submission ever runs in it.
 """
 
 import builtins
@@ -182,6 +182,8 @@ class Unpickler(pickle.Unpickler):
         if kind == "dtype":
             return dtype
         shape, data, requires_grad, parameter = tensor
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        x = flat.reshape(shape)
-        return torch.nn.Parameter(x, requires_grad) if parameter else x.requires_grad_(requires_grad)
+        x = torch.empty(0, dtype=dtype)
+        x = (torch.frombuffer(bytearray(data), dtype=dtype) if data else x).reshape(shape)
+        if parameter:
+            return torch.nn.Parameter(x, requires_grad)
+        return x.requires_grad_(requires_grad)

@@ -1,7 +1,7 @@
 """Processes for submissions: started once, with torch, this forks one for each test.
 
-Each may read a copy of the package, and Python's own libraries; it may write nothing, start nothing,
-reach no network and no other process. The kernel sees to that, whatever the code in it does.
+Each may read a copy of the package, and Python's own libraries; it may write nothing, start
+nothing, and reach no network and no other process. The kernel sees to that, whatever its code does.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -71,7 +72,8 @@ def watch(conversation: int, status: int, request: dict) -> None:
 def serve(conversation: int, request: dict) -> None:
     os.chdir("/")
     sys.path[:] = [*request["path"], *(p for p in sys.path if p != os.path.dirname(__file__))]
-    confine(request["reads"], request["seconds"], request["gigabytes"])
+    tempfile.tempdir = request["writes"] or None
+    confine(request["reads"], request["writes"], request["seconds"], request["gigabytes"])
     link = Served(Connection(conversation))
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -110,10 +112,11 @@ COPIED = {"builtins.bytes"} | {f"minispec.{name}" for name in (
 # ---- what the kernel forbids ---------------------------------------------------------------------
 
 
-def confine(readable: list[str], seconds: float, gigabytes: float) -> None:
-    """From here on this process can read only these folders, and can write and start nothing."""
+def confine(reads: list[str], writes: str, seconds: float, gigabytes: float) -> None:
+    """From here on this process can read only these folders, write to at most one, and start
+    nothing."""
     become_nobody()
-    read_only(readable)
+    restrict_files(reads, writes)
     if resource is not None:
         for name, limit in ("DATA", gigabytes * 2**30), ("CPU", seconds), ("NPROC", 0), ("CORE", 0):
             # hard ones are higher: at the soft one SIGXCPU ends a process, at the hard one SIGKILL
@@ -135,26 +138,27 @@ def become_nobody() -> None:
     libc.capset(header, struct.pack("6I", reading, reading, 0, 0, 0, 0))
 
 
-def read_only(folders: list[str]) -> bool:
-    """Linux's Landlock. Returns False where there is none."""
+def restrict_files(reads: list[str], writes: str) -> None:
+    """By Linux's Landlock. Where there is none, files can be read that this user may read."""
     create, add, restrict = 444, 445, 446  # the same on all processors
     version = libc.syscall(create, None, 0, 1)
     if sys.platform != "linux" or version < 1:
-        return False
+        return
     everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     # files; from version 4 on, TCP; from version 6 on, sockets and signals of other processes
-    attributes = struct.pack("3Q", everything, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    attributes = struct.pack("3Q", everything, 3, 3)[:size]
     rules = libc.syscall(create, attributes, len(attributes), 0)
-    for folder in folders:
+    for folder in {*reads, writes} - {""}:
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(folder, os.O_PATH | os.O_CLOEXEC)
             reading = 1 << 2 | os.path.isdir(folder) << 3  # files, and lists of files
-            libc.syscall(add, rules, 1, struct.pack("=Qi", reading, handle), 0)
+            rights = everything if folder == writes else reading
+            libc.syscall(add, rules, 1, struct.pack("=Qi", rights, handle), 0)
             os.close(handle)
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    done = libc.syscall(restrict, rules, 0) == 0
+    libc.syscall(restrict, rules, 0)
     os.close(rules)
-    return done
 
 
 if __name__ == "__main__":
