@@ -39,9 +39,11 @@ PATIENCE = 5  # other programs may keep the processor busy for this many times a
 GIVEN = (  # of the lessons
     "assignments/a8_engine/proposers.py", "assignments/meter.py",
 )  # fmt: skip
-LIBRARIES = {sys.prefix, sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/proc/meminfo", "/proc/cpuinfo",
-             "/sys/devices/system", *(
-    sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}  # fmt: skip
+LIBRARIES = {
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), sys.prefix,
+    sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/sys/devices/system", "/proc/cpuinfo",
+    "/proc/meminfo",
+}  # fmt: skip
 
 
 @cache
