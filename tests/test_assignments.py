@@ -447,7 +447,7 @@ accept = Rule()
         + "class Path(list): pass\n",
 }  # fmt: skip
 RIGHT_OTHERS = {
-    ("a3_draft_target", "formula"): """
+    ("a3_draft_target", "expectation or speedup"): """
 import numpy as np
 def tokens_per_pass(alpha, gamma): return np.sum(np.float64(alpha) ** np.arange(gamma + 1))
 def speedup(alpha, gamma, c): return tokens_per_pass(alpha, gamma) / (gamma * c + 1)
@@ -466,7 +466,7 @@ def votes(languages):
                 found[token] = name
     return found
 """,
-    ("a1_cache_and_mask", "depth or ancestors"): """
+    ("a1_cache_and_mask", "distance or ancestors"): """
 import torch
 def layout(parents):
     def family(i):

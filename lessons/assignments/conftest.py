@@ -119,6 +119,8 @@ def impl(request, monkeypatch) -> Iterator[Implementation]:
     try:
         module = link.load("submission" if file.suffix == ".py" else name)
         yield Implementation(module, name if name in own else str(file))
+    except Ended as error:
+        pytest.fail(str(error), pytrace=False)
     except Exception as error:  # a student's file may raise anything
         kind = type(error).__name__
         pytest.fail(f"{file} cannot be imported ({kind}: {error})", pytrace=False)

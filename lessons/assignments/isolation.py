@@ -26,6 +26,7 @@ import torch
 from lessons.assignments.link import Ended, Link
 from minispec.cache import KVCache
 from minispec.certify.toys import ScriptedRandomness, Toy
+from minispec.checkpoints.weights import write_text
 from minispec.methods.vocabulary import Language
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Step, Tree
@@ -84,8 +85,7 @@ def copy_without(functions: tuple[Callable, ...]) -> Path:
             problem = f"uses minispec's own {codes[line]}, which earns nothing: write it"
             stub = f'raise type("Borrowed", (Exception,), {{}})("{problem}")\n'
             lines[first.lineno - 1 : last] = [" " * first.col_offset + stub]
-        path.unlink()  # a link to the whole copy's
-        path.write_text("".join(lines), encoding="utf-8")
+        write_text(path, "".join(lines))  # a new file: the old one is also the whole copy's
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink()
     return copy
