@@ -68,8 +68,8 @@ def test_the_adaptive_policies_of_the_cases_adapt_quickly():
         policy.observe(drafted=2, accepted=accepted)
         drafted.append(policy.choose())
     assert drafted == [1, 1, 3]
-    sure, unsure = [[0.9, 0.1]] * 4, [[0.1, 0.1]] * 4
-    sizes = [len(cases.ADAPTIVE_TREE.choose(chances, free_rows=16)) for chances in (unsure, sure)]
+    sure, unsure = [0.9, 0.81, 0.73, 0.66, 0.1], [0.1, 0.1, 0.01, 0.01]  # of nodes, best first
+    sizes = [cases.ADAPTIVE_TREE.choose(values, free_rows=16) for values in (unsure, sure)]
     assert sizes[0] < sizes[1]
     for policy, plan in (cases.PROBING_K, "choose"), (cases.PROBING_TREE, "drafting"):
         (policy,) = cases.fresh_options({"k": policy}).values()
