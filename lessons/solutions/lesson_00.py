@@ -335,7 +335,21 @@ def writer(wrong: str):
     return greedy
 
 
+def reads_a_token_twice(checkpoint, prompt, max_new_tokens, **settings):
+    model, _ = load(checkpoint)
+    cache, new = model.new_cache(len(prompt) + max_new_tokens + 1), []
+    model.prefill(prompt, cache)
+    while len(new) < max_new_tokens and not {*new} & {*model.config.eos_ids}:
+        rows = model.logits(model([*prompt, *new][-1:], cache)[0])
+        cache.commit([0])
+        new.append(int(rows[-1].argmax()))
+    return new
+
+
 GREEDY_MISTAKES = {
+    "the last token of the prompt is read twice; fill the cache with the tokens before it": (
+        reads_a_token_twice
+    ),
     "it returns the prompt, too; return only the new tokens": (
         writer("with the prompt"),
         lambda checkpoint, prompt, n, **settings: prompt + greedy(checkpoint, prompt, n),
