@@ -14,7 +14,7 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 quoted = '$(subst ','\'',$($1))'
 
 .PHONY: demo test test-all lessons lessons-refresh badges gallery site lint certify reference engine engines \
-	smollm2 speed gpu gpu-heads grade score leaderboard golden clean
+	smollm2 speed gpu gpu-heads grade gradescope score leaderboard golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
 demo: .venv/installed
@@ -112,13 +112,19 @@ gpu-heads: $(GPU_READY)
 # build environments for other engines and certify them all; run by hand, hours
 include tests/engines/engines.mk
 
-# grade one assignment or, without A, all: make grade IMPL=my_solution.py A=a2_accept; SEED=1 draws
-# other random cases
+# grade one assignment or, without A, all: make grade IMPL=my_solution.py A=a2_accept; SEED=1
+# draws the random cases of this seed, else any are drawn
 grade: .venv/tested
 	@test -d lessons/assignments/$(call quoted,A) || { echo "make grade: A is none of these:" \
 		$(notdir $(wildcard lessons/assignments/a?_*)); exit 2; }
 	$(BIN)/python -m pytest -q --tb=no --no-summary lessons/assignments/$(A) \
 		$(if $(IMPL),--impl=$(call quoted,IMPL)) $(if $(SEED),--seed=$(SEED))
+
+# what a course uploads to Gradescope: make gradescope A=a2_accept writes build/a2_accept.zip; with
+# SEED=123 all students get the same random cases
+gradescope: .venv/tested
+	$(BIN)/python -m lessons.assignments.gradescope $(call quoted,A) build/$(call quoted,A).zip \
+		$(if $(SEED),--seed=$(SEED))
 
 # score a decoder, tokens per unit of a fixed cost: make score IMPL=my_decoder.py JSON=scores/me.json;
 # SEED=1 chooses other texts. make leaderboard SCORES=scores writes build/leaderboard.html

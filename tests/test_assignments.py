@@ -5,6 +5,8 @@ known wrong answer gets its own message.
 import doctest
 import importlib.util
 import inspect
+import json
+import os
 import random
 import re
 import shlex
@@ -20,7 +22,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lessons.assignments import grading, isolation
+from lessons.assignments import gradescope, grading, isolation
 from lessons.assignments.grading import Mistake, failure_of, task_of
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree, layout
@@ -739,10 +741,13 @@ def test_to_import_the_package_is_no_use_of_it(assignment, tmp_path):
     assert set(hints(recorder).values()) == {"NotImplementedError"}
 
 
+COPY = (ROOT / "minispec" / "verify.py").read_text(encoding="utf-8")
+
+
 def test_a_copy_is_not_the_packages_own(tmp_path):
     """The grader cannot tell who wrote the code, only whose it runs."""
     file = tmp_path / "copy.py"
-    file.write_text((ROOT / "minispec" / "verify.py").read_text(encoding="utf-8"))
+    file.write_text(COPY)
     assert grade("a2_accept", str(file))[0] == 0
 
 
@@ -775,3 +780,44 @@ def test_a_busy_machine_costs_no_points():
     link = isolation.Submission([isolation.whole_copy()], isolation.scratch(), 1, 4)
     assert link.load("time").sleep(2) is None
     link.close()
+
+
+# ---- Gradescope ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def autograder(tmp_path_factory):
+    """run(files) grades a submission as Gradescope does, with what `make gradescope` writes."""
+    root = tmp_path_factory.mktemp("autograder")
+    gradescope.main(["a2_accept", str(root / "a2.zip"), "--seed=5"])
+    shutil.unpack_archive(root / "a2.zip", root / "source")
+    (root / "source" / ".venv").symlink_to(sys.prefix)
+    script = root / "run_autograder"  # Gradescope takes it out of the zip
+    shutil.copy(root / "source" / "run_autograder", script)
+
+    def run(files: dict[str, str]) -> dict:
+        for name in "submission", "results":
+            shutil.rmtree(root / name, ignore_errors=True)
+            (root / name).mkdir()
+        for name, text in files.items():
+            (root / "submission" / name).write_text(text)
+        environment = {"AUTOGRADER": str(root), "PATH": os.environ["PATH"]}
+        subprocess.run(["bash", script], env=environment, cwd="/", check=True)
+        return json.loads((root / "results" / "results.json").read_text())
+
+    return run
+
+
+def test_gradescope_s_autograder_gives_each_task_its_points(autograder):
+    found = autograder({"anna's.py": RIGHT_ACCEPT["the loop"].replace("min=0", "min=-1")})
+    scores = {test["name"]: (test["score"], test["max_score"]) for test in found["tests"]}
+    assert scores.keys() == {"residual", "greedy", "chain", "tree", "rounding"}
+    assert scores["residual"] == (1, 5) and scores["greedy"] == (3, 3)
+    assert "sum to 1" in found["tests"][0]["output"] and found["output"] == "seed 5"
+
+
+@pytest.mark.slow
+def test_gradescope_s_autograder_says_what_is_wrong_with_a_submission(autograder):
+    assert sum(t["score"] for t in autograder({"a2_accept.py": COPY, "b.py": ""})["tests"]) == 24
+    assert autograder({})["score"] == 0
+    assert "has no file named after an assignment" in autograder({"a.py": "", "b.py": ""})["output"]
