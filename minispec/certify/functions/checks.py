@@ -35,7 +35,7 @@ FUNCTION_SAMPLINGS = (
 )  # fmt: skip
 GOOD_DRAFT, END_TOKEN, LONG_PROMPT = ", good draft", ", end token", ", long prompt"
 WIDE = ", vocab 8"
-DRAWN_WEIGHT, DRAWN_SEED = 16.0, 100
+DRAWN_WEIGHT, DRAWN_SEED = 14.0, 100
 BINARY_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
 REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
 
@@ -159,11 +159,11 @@ class Cases:
             return Row("statistical", case, exam, examination.samples_fit, arguments, weight=weight)
 
         yield row("sampled", UNWARPED, weight=2.0)
-        yield row("sampled", Sampling(0.7, top_p=0.8))
-        yield row("sampled", Sampling(1.5, 3, 0.8))
+        yield row("sampled", Sampling(0.7, top_p=0.8), weight=2.0)
+        yield row("sampled", Sampling(1.5, 3, 0.8), weight=2.0)
         wide = {"vocab": 8, "flatness": toy.FLATNESS / 2}
-        yield row("wide", Sampling(1.0, top_p=0.8), WIDE, **wide)
-        yield row("well-drafted", UNWARPED, GOOD_DRAFT, 4.0, n=24, noise=toy.NEARLY_RIGHT)
+        yield row("wide", Sampling(1.0, top_p=0.8), WIDE, 2.0, **wide)
+        yield row("well-drafted", UNWARPED, GOOD_DRAFT, 5.0, n=24, noise=toy.NEARLY_RIGHT)
 
     def bits_rows(self) -> Iterator[Row]:
         exam = self.exam("sensitive", 0, 12, context=256, noise=0.1, sensitive=True)
