@@ -812,7 +812,7 @@ def test_gradescope_s_autograder_gives_each_task_its_points(autograder):
     found = autograder({"anna's.py": RIGHT_ACCEPT["the loop"].replace("min=0", "min=-1")})
     scores = {test["name"]: (test["score"], test["max_score"]) for test in found["tests"]}
     assert scores.keys() == {"residual", "greedy", "chain", "tree", "rounding"}
-    assert scores["residual"] == (1, 5) and scores["greedy"] == (3, 3)
+    assert scores["residual"] == (1, 5) and scores["greedy"] == (0, 3)
     assert "sum to 1" in found["tests"][0]["output"] and found["output"] == "seed 5"
 
 
