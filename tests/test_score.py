@@ -208,6 +208,8 @@ def test_who_is_not_certified_gets_no_score(tmp_path, capsys, monkeypatch):
     code, result, _ = run(tmp_path, PLAIN, capsys)
     assert code == 0 and result["certifier"].startswith("no loss found")
     code, result, _ = run(tmp_path, PLAIN.replace("rng.categorical(p)", "int(p.argmax())"), capsys)
+    certificate(f"{tmp_path}/anna.py:decode")
+    assert capsys.readouterr().out.startswith("FAIL  statistical ")
     reason = "the certifier does not admit it: LOSS in statistical (1)"
     assert (code, result["reason"]) == (1, reason)
 

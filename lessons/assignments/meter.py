@@ -1,5 +1,6 @@
 """The part of the score that runs in the decoder's process: what it computes is counted there."""
 
+import io
 import math
 import time
 from collections import Counter
@@ -58,18 +59,12 @@ def answer(
     return tokens, dict(meter.work)
 
 
-class Lines(list):
-    """Collects what is printed."""
-
-    write, flush = list.append, lambda self: None
-
-
 @torch.no_grad()
 def certificate(impl: str, limits: dict, rows: dict) -> Iterator[str | tuple[int, str]]:
     """The lines of the certifier's table; then its exit code and verdict."""
-    verdicts, lines = [], Lines()
+    verdicts = []
     for verdict in check_implementation(import_function(impl), limits=Limits(**limits), **rows):
-        verdicts += print_table([verdict], lines)
-        yield "".join(lines)
-        lines.clear()
+        line = io.StringIO()
+        verdicts += print_table([verdict], line)
+        yield line.getvalue()
     yield conclude(verdicts)
