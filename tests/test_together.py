@@ -56,16 +56,17 @@ VALUES = {
     "--chat": [""], "--system": ["Kindly --chat"], "--max-new-tokens": ["11"], "--seed": ["7"],
     "--ignore-eos": [""], "--stop": ["f --stop g"], "--temperature": ["1 --top-k 1"],
     "--top-k": ["5"], "--top-p": ["1e-9 --temperature 0.9"], "--device": ["cpu"],
-    "--dtype": ["float64"], "--quantize": ["int8"], "--compile": [""], "--stats": [""],
+    "--dtype": ["float64"], "--quantize": ["int8"], "--compile": [""],
+    "--bitwise": [""], "--stats": [""],
     "--json": [""], "--color": [""], "--color=full": [""], "--html": ["page.html"],
 }  # fmt: skip
-SLOW = "--compile"
+SLOW = {"--compile", "--bitwise"}  # also impossible in two processes
 REFUSED = [
     ("--chat", "--prompt-ids"), ("--chat", "--prompt-file"), ("--prompt-ids", "--prompt-file"),
     ("--prompt-ids", "prompt"), ("--prompt-file", "prompt"), ("--color", "--json"),
     ("--color=full", "--json"), ("--draft", "--heads"), ("--draft", "--vocabulary"),
     ("--draft", "--tree"), ("--k", "--tree"), ("--draft-temperature", "--tree"),
-    ("--verify block", "--tree"),
+    ("--verify block", "--tree"), ("--bitwise", "--compile"),
 ]  # fmt: skip
 NO_TREE = {"tree", "draft"}, {"tree", "draft_cache"}  # arguments that are refused together
 GIVEN = object()  # see `given`
@@ -260,7 +261,7 @@ def expected(folder, ways: tuple[str, ...]) -> object:
 @pytest.mark.parametrize("method", DECLARED)
 def test_commands(shelf, method, partly_accepted):
     for ways in COMMANDS[method]:
-        if SLOW not in ways:
+        if not SLOW & {*ways}:
             assert outcome(shelf, method, ways) == expected(shelf, ways), " ".join(ways)
     partly_accepted(method)
 
@@ -268,15 +269,16 @@ def test_commands(shelf, method, partly_accepted):
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "ways"), [
     pytest.param(method, ways, id=f"{method} {' '.join(ways)}")
-    for method, runs in COMMANDS.items() for ways in runs if SLOW in ways
+    for method, runs in COMMANDS.items() for ways in runs if SLOW & {*ways}
 ])  # fmt: skip
-def test_compiled_commands(shelf, method, ways):
+def test_slow_commands(shelf, method, ways):
     assert outcome(shelf, method, ways) == expected(shelf, ways)
 
 
 @pytest.mark.slow
 def test_commands_in_two_processes(shelf):
-    runs = [(method, ways) for method in COMMANDS for ways in COMMANDS[method] if SLOW not in ways]
+    runs = [(method, ways) for method in COMMANDS for ways in COMMANDS[method]
+            if not SLOW & {*ways}]  # fmt: skip
     (shelf / "runs.json").write_text(json.dumps([arguments_of(*run) for run in runs]))
     (shelf / "ranks.py").write_text(
         "import io, json, os, sys\n"

@@ -112,8 +112,9 @@ def impl(request, monkeypatch) -> Iterator[Implementation]:
     own = {"minispec": folder / "reference.py", "starter": folder / "starter.py"}
     file = own.get(name, Path(name))
     if file.is_dir():
-        alone = [*file.glob("*.py")]
-        file = alone[0] if len(alone) == 1 else file / f"{folder.name}.py"
+        files, file = [*file.glob("*.py")], file / f"{folder.name}.py"
+        if len(files) == 1 and not (HERE / files[0].stem).is_dir():
+            file = files[0]
         if not file.is_file():
             pytest.fail(f"{name} has no {file.name}", pytrace=False)
     inbox = Path(tempfile.mkdtemp(dir=scratch()))
