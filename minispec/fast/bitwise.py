@@ -94,9 +94,10 @@ def aligned(x: Tensor) -> Tensor:
 
 def steady_silu(x: Tensor) -> Tensor:
     """SiLU of x (..., columns), in parts of whole vectors that need no second thread."""
-    width = x.shape[-1]
-    rows = F.pad(x.reshape(-1, width), (0, -width % VECTOR))
-    parts = rows.split(max(1, SERIAL // rows.shape[-1]))
+    width, extra = x.shape[-1], -x.shape[-1] % VECTOR
+    if not extra and x.numel() <= SERIAL:
+        return F.silu(x)
+    parts = F.pad(x.reshape(-1, width), (0, extra)).split(max(1, SERIAL // (width + extra)))
     return torch.cat([F.silu(part)[:, :width] for part in parts]).view_as(x)
 
 
@@ -139,7 +140,10 @@ class SteadyLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[:-1].numel()
         rows = filled(x.reshape(n, x.shape[-1]), self.multiple)
-        y = torch.cat([self.layer(aligned(part)) for part in rows.split(self.most)])
+        if n <= self.most:
+            y = self.layer(aligned(rows))
+        else:
+            y = torch.cat([self.layer(aligned(part)) for part in rows.split(self.most)])
         return y[:n].reshape(*x.shape[:-1], -1)
 
 
