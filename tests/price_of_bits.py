@@ -14,7 +14,7 @@ from minispec.generate import decode
 from minispec.machine import processor
 
 TOKENS, PROMPTS = 64, (0, 12, 24, 50)  # lines of prompts.jsonl: chat, sums, code, summaries
-WAYS = ("autoregressive", {}), ("fastmtp", {"k": 3}), ("hybrid", {"tree": "auto"})
+WAYS = ("autoregressive", {}), ("hybrid", {"tree": "auto"})
 
 
 def main(dtype: str) -> None:
