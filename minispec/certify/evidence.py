@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minispec.certify import statistics
 from minispec.certify.conventions import OTHER_ORDERS, warper
 from minispec.certify.requests import Asked
-from minispec.certify.scoring import kept_if_raised, rounding_decides
+from minispec.certify.scoring import interval_starts, kept_if_raised, rounding_decides
 from minispec.remote.identity import answer_logits
 
 BINS = 10
@@ -51,7 +52,7 @@ def score(asked: Asked, tokens: list[int], rng: np.random.Generator) -> Scored:
         tokens = [ends[0] if token in ends else token for token in tokens]
         drawn = torch.tensor(tokens)
     keys = order_keys(asked, tokens, rows[0])
-    u, counts, impossible, v = [], [], [], rng.random(len(tokens))
+    u, counts, impossible, v = [], [], [], torch.from_numpy(rng.random(len(tokens)))
     for warp, p in zip(warps, rows):
         own = p[range(len(tokens)), drawn]
         sure = ~rounding_decides(logits, p, warp, margin)
@@ -59,7 +60,7 @@ def score(asked: Asked, tokens: list[int], rng: np.random.Generator) -> Scored:
         wrong = [i for i in wrong if not kept_if_raised(logits[i], tokens[i], warp, margin)]
         impossible.append(wrong[0] if wrong else None)
         counts.append((sure & (own > 0)).numpy())
-        u.append([interval_starts(p.numpy(), key, tokens) + v * own.numpy() for key in keys])
+        u.append([(interval_starts(p, key, drawn) + v * own).numpy() for key in keys])
     spread = [0] * len(WARPS) if len(warps) == 1 else range(len(WARPS))
     u = np.clip(np.array(u), 0.0, 1 - 1e-9)[spread]
     repeats = count_repeats(rows[0].numpy() if len(warps) == 1 else np.ones((0, 1)), tokens)
@@ -78,27 +79,20 @@ def count_repeats(p: np.ndarray, tokens: list[int]) -> np.ndarray:
     return np.stack([np.bincount(lags, part, LAGS) for part in parts], -1)
 
 
-def interval_starts(p: np.ndarray, keys: np.ndarray, tokens: list[int]) -> np.ndarray:
-    """The probability of all tokens that come before each of `tokens`: lowest key, then id."""
-    at = np.array(tokens)[:, None]
-    own = np.take_along_axis(keys, at, 1)
-    before = (keys < own) | ((keys == own) & (np.arange(p.shape[1]) < at))
-    return (p * before).sum(-1)
-
-
-def order_keys(asked: Asked, tokens: list[int], p: torch.Tensor) -> list[np.ndarray]:
+def order_keys(asked: Asked, tokens: list[int], p: Tensor) -> list[Tensor]:
     """Return keys (n, V) for each order; the lowest comes first."""
     prompt, _, sampling, _ = asked.request
-    keys = [-p.numpy(), np.zeros(p.shape), np.zeros(p.shape), np.zeros(p.shape)]
+    keys = [-p, *torch.zeros(3, *p.shape, dtype=p.dtype)]
     if asked.place.draft:
         q = warper(sampling)(answer_logits(asked.place.draft, prompt, tokens))
-        keys[1] = -(q / p.clamp(min=1e-12)).numpy()
+        keys[1] = -(q / p.clamp(min=1e-12))
     text = [*prompt, *tokens]
     last: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)  # two tokens -> next -> where
     for i in range(2, len(text)):
         followers = last[tuple(text[i - 2 : i])]
         if i >= len(prompt):
-            keys[2][i - len(prompt), list(followers)] = [-at for at in followers.values()]
+            row = keys[2][i - len(prompt)]
+            row[list(followers)] = -torch.tensor(list(followers.values()), dtype=p.dtype)
         followers[text[i]] = i
     return keys
 
@@ -157,9 +151,8 @@ def uniform_p(counts: np.ndarray) -> float:
     n = counts.sum()
     if n < 5 * BINS:
         return 1.0
-    observed = counts[counts > 0]
-    terms = observed * np.log(observed * BINS / n)
-    return statistics.chi_square_tail(2 * float(terms.sum()), BINS - 1)
+    terms = (statistics.g_term(x, n / BINS) for x in counts.tolist())
+    return statistics.chi_square_tail(2 * sum(terms), BINS - 1)
 
 
 def detectable(tokens: int) -> float:

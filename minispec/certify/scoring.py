@@ -123,11 +123,18 @@ def normalise_end(tokens: list[int], eos_ids: tuple[int, ...]) -> Tokens:
 
 def edge_intervals(rows: Tensor, tree: Tree) -> Iterator[tuple[float, float]]:
     """Yield (above, p), see `Scores`, for each node but the root."""
-    rows = rows[tree.parents[1:]]  # (n - 1, V)
-    tokens = torch.tensor(tree.tokens[1:])[:, None]
-    p = rows.gather(-1, tokens)
-    before = (rows > p) | ((rows == p) & (torch.arange(rows.shape[-1]) < tokens))
-    return zip((rows * before).sum(-1).tolist(), p[:, 0].tolist())
+    rows, tokens = rows[tree.parents[1:]], torch.tensor(tree.tokens[1:])  # (n - 1, V), (n - 1,)
+    p = rows.gather(-1, tokens[:, None])
+    return zip(interval_starts(rows, -rows, tokens).tolist(), p[:, 0].tolist())
+
+
+def interval_starts(p: Tensor, keys: Tensor, tokens: Tensor) -> Tensor:
+    """The probability, by p (n, V), of all tokens that come before each of `tokens` (n,): those
+    with a lower key (n, V) or, if keys are equal, a lower id."""
+    tokens = tokens[:, None]
+    own = keys.gather(-1, tokens)
+    before = (keys < own) | ((keys == own) & (torch.arange(p.shape[1]) < tokens))
+    return (p * before).sum(-1)
 
 
 def kept_if_raised(logits: Tensor, token: int, warp: Warp, margin: float) -> bool:

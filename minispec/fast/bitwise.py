@@ -16,8 +16,6 @@ pass:
 `check` compares all modules.
 """
 
-import contextlib
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +29,7 @@ from minispec.cache import KVCache
 from minispec.cli import UserError, note
 from minispec.fast.products import (
     INT8_ROWS,
+    KNOWN,
     MAX_TIME_RATIO_WITH_COPY,
     TIMED_ROWS,
     Int8Linear,
@@ -39,8 +38,8 @@ from minispec.fast.products import (
     candidates,
     choices_file,
     key_of,
+    remembered,
     time_products,
-    write_choices,
 )
 from minispec.model import MLP, Attention, Transformer, additive_mask, attend
 from minispec.tree import Tree
@@ -152,27 +151,21 @@ def stored(layer: nn.Linear | Int8Linear) -> Tensor:
 
 
 def choose_products(model: Transformer) -> dict[str, Choice]:
-    """The fastest product that gives a row the same bits among any number of rows, by `key_of`:
-    from the cache folder or, if a key is new, measured now."""
+    """The fastest product that gives a row the same bits among any number of rows, by `key_of`."""
     layers = [x for x in model.modules() if isinstance(x, nn.Linear | Int8Linear)]
-    groups: dict[str, list[Tensor]] = {}
-    for weight in map(stored, layers):
-        groups.setdefault(key_of(weight), []).append(weight)
-    path, known = choices_file(f"bitwise-{model.dtype}"), {}
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        read = json.loads(path.read_text(encoding="utf-8")).items()
-        known = {key: (str(name), int(multiple), int(most)) for key, (name, multiple, most) in read}
-    new = {key: group for key, group in groups.items() if key not in known}
-    if new:
-        note("--bitwise: finding matrix products that sum in one order, only once")
-        known |= measure(new, model.dtype)
-        write_choices(path, known)
-    return {key: known[key] for key in groups}
+    file = choices_file(f"bitwise-{model.dtype}")
+    return remembered(map(stored, layers), file, is_choice, partial(measure, dtype=model.dtype))
+
+
+def is_choice(choice: list) -> bool:
+    product, multiple, most = choice
+    return product in KNOWN and multiple in MULTIPLES and most in TIMED_ROWS
 
 
 @torch.inference_mode()
 def measure(groups: dict[str, list[Tensor]], dtype: torch.dtype) -> dict[str, Choice]:
     """Choose a product for each group of weights, for rows of this dtype."""
+    note("--bitwise: finding matrix products that sum in one order, only once")
     chosen = {}
     for key, times in time_products(groups).items():
         weight = groups[key][0]

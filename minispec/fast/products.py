@@ -162,18 +162,15 @@ def key_of(weight: Tensor) -> str:
 
 
 def fastest_products(weights: Iterable[Tensor]) -> dict[str, list[str]]:
-    """The fastest products for weights on the CPU, by `key_of`: from the cache folder or, if a key
-    is new, measured now."""
-    groups: dict[str, list[Tensor]] = {}
-    for weight in weights:
-        groups.setdefault(key_of(weight), []).append(weight.detach())
-    path = choices_file()
-    known = read_choices(path)
-    new = {key: group for key, group in groups.items() if key not in known}
-    if new:
-        known |= {key: choose(times) for key, times in time_products(new).items()}
-        write_choices(path, known)
-    return {key: known[key] for key in groups}
+    """The fastest products for weights on the CPU, by `key_of`: one for each of TIMED_ROWS."""
+    return remembered(
+        weights, choices_file(), are_names,
+        lambda groups: {key: choose(times) for key, times in time_products(groups).items()},
+    )  # fmt: skip
+
+
+def are_names(products: list) -> bool:
+    return len(products) == len(TIMED_ROWS) and KNOWN >= {*products}
 
 
 def choose(times: Times) -> list[str]:
@@ -250,7 +247,41 @@ def split(weights: list[Tensor]) -> list[list[Tensor]]:
     return [weights[i : i + size] for i in range(0, len(weights) - size + 1, size)] or [weights]
 
 
-# ---- the file ------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------
+
+KNOWN = {*PRODUCTS, *INT8_PRODUCTS}
+
+
+def remembered(
+    weights: Iterable[Tensor], path: Path, valid: Callable[[list], bool],
+    measure: Callable[[dict[str, list[Tensor]]], dict[str, list]],
+) -> dict[str, list]:  # fmt: skip
+    """The choices for weights, by `key_of`: from a file in the cache folder or, if a key is new,
+    measured now for groups of weights with the same key."""
+    groups: dict[str, list[Tensor]] = {}
+    for weight in weights:
+        groups.setdefault(key_of(weight), []).append(weight.detach())
+    known = read_choices(path, valid)
+    new = {key: group for key, group in groups.items() if key not in known}
+    if new:
+        known |= measure(new)
+        write_choices(path, known)
+    return {key: known[key] for key in groups}
+
+
+def read_choices(path: Path, valid: Callable[[list], bool] = are_names) -> dict[str, list]:
+    """The choices in a file, by `key_of`; none if it is damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        choices = json.loads(path.read_text(encoding="utf-8"))
+        if all(map(valid, choices.values())):
+            return choices
+    return {}
+
+
+def write_choices(path: Path, choices: dict[str, list]) -> None:
+    """Write a file; if that is impossible, the next process measures again."""
+    with contextlib.suppress(UserError):
+        write_json(path, choices, indent=1)
 
 
 def choices_file(kind: str = "products") -> Path:
@@ -259,20 +290,3 @@ def choices_file(kind: str = "products") -> Path:
     system = processor(), instructions, torch.__version__, torch.get_num_threads(), TIMED_ROWS
     digest = blake2b(repr(system).encode(), digest_size=8).hexdigest()
     return paths.CACHE / f"{kind}-{digest}.json"
-
-
-def read_choices(path: Path) -> dict[str, list[str]]:
-    """The choices in a file, by `key_of`; none if it is damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        choices = json.loads(path.read_text(encoding="utf-8"))
-        lists = choices.values()
-        known = PRODUCTS | INT8_PRODUCTS
-        if all(len(names) == len(TIMED_ROWS) and known.keys() >= set(names) for names in lists):
-            return choices
-    return {}
-
-
-def write_choices(path: Path, choices: dict[str, list[str]]) -> None:
-    """Write a file; if that is impossible, the next process measures again."""
-    with contextlib.suppress(UserError):
-        write_json(path, choices, indent=1)
