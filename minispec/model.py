@@ -278,11 +278,14 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.model.norm.weight.dtype
 
-    def new_cache(self, capacity: int | None = None) -> KVCache:
-        """Return an empty cache. Its default capacity is the model's context length."""
-        c, new = self.config, KVCache if self.graphs is None else self.graphs.new_cache
-        rows = capacity or c.context
-        return new(c.layers, c.kv_heads, c.head_dim, rows, self.dtype, self.device)
+    def new_cache(self, capacity: int | None = None, sequences: int | None = None) -> KVCache:
+        """Return an empty cache, for a batch if there are `sequences`. Its default capacity is the
+        model's context length."""
+        c = self.config
+        sizes = c.layers, c.kv_heads, c.head_dim, capacity or c.context, self.dtype, self.device
+        if self.graphs is not None and sequences is None:
+            return self.graphs.new_cache(*sizes)
+        return KVCache(*sizes, sequences or 1)
 
     def forward(
         self, tokens: list[int] | Tensor, cache: KVCache | None = None,
@@ -335,23 +338,24 @@ class Transformer(nn.Module):
         p = probs(self.logits(hidden[:, : self.config.hidden_size]), sampling)  # waits
         return on_host.tolist(), hidden, p
 
-    def prefill(self, tokens: list[int], cache: KVCache, chunk: int = CHUNK) -> Tensor:
-        """Feed and commit `tokens` in chunks. Returns the hidden state of the last token,
-        (1, 1, hidden_size), or (1, 0, hidden_size) if there are no tokens."""
+    def prefill(self, tokens: list[int] | Tensor, cache: KVCache, chunk: int = CHUNK) -> Tensor:
+        """Feed and commit `tokens`, (n,) or (B, n), in chunks. Returns the hidden state of the last
+        token, (B, 1, hidden_size), or (1, 0, hidden_size) if there are no tokens."""
         last = torch.empty(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
         for hidden in self.prefill_chunks(tokens, cache, chunk):
             last = hidden[:, -1:]
         return last
 
     def prefill_chunks(
-        self, tokens: list[int], cache: KVCache, chunk: int = CHUNK, **options
+        self, tokens: list[int] | Tensor, cache: KVCache, chunk: int = CHUNK, **options
     ) -> Iterator[Tensor]:
-        """Feed and commit `tokens`. Yields the hidden states (1, n, hidden_size) of each chunk.
+        """Feed and commit `tokens`. Yields the hidden states (B, n, hidden_size) of each chunk.
         `options` are passed to `forward`."""
-        for start in range(0, len(tokens), chunk):
-            part = tokens[start : start + chunk]
+        tokens = torch.as_tensor(tokens)
+        for start in range(0, tokens.shape[-1], chunk):
+            part = tokens[..., start : start + chunk]
             hidden = self(part, cache, **options)
-            cache.commit(list(range(len(part))))
+            cache.commit(list(range(part.shape[-1])))
             yield hidden
 
 

@@ -10,25 +10,24 @@ from simulated import DEVICE, Simulated, SimulatedDevice
 
 from minispec import Sampling, UserError
 from minispec.distill import batch
-from minispec.distill.batch import new_cache, prefill, sample_batch
+from minispec.distill.batch import sample_batch
 from minispec.fast import captured
 from minispec.generate import decode
 
 
 @pytest.mark.parametrize("chunk", [512, 70, 9])
-def test_a_right_padded_batch_equals_its_sequences_one_by_one(chunk, monkeypatch):
+def test_a_right_padded_batch_equals_its_sequences_one_by_one(chunk):
     """Prompts of 1, 5 and 70 tokens are prefilled together, and then continued token by token."""
-    monkeypatch.setattr(batch, "CHUNK", chunk)
     model, masks = random_model(), []
     prompts = [random_tokens(n, n) for n in (1, 5, 70)]
     new_tokens = torch.tensor([random_tokens(3, 9 + n) for n in range(3)])
     padded = torch.zeros(3, 70, dtype=torch.long)
     for i, prompt in enumerate(prompts):
         padded[i, : len(prompt)] = torch.tensor(prompt)
-    cache = new_cache(model, 3, 80)
+    cache = model.new_cache(80, 3)
     place = cache.place
     cache.place = lambda *args: masks.append(place(*args)[2]) or place(*args)
-    prefill(model, padded, cache)
+    model.prefill(padded, cache, chunk)
     assert max(mask.numel() for mask in masks) <= min(chunk, 70) * 70  # for all prompts together
     del cache.place
     cache = cache.view(80, torch.tensor([[len(prompt)] for prompt in prompts]))
@@ -45,7 +44,7 @@ def test_a_batched_pass_over_several_rows_equals_one_pass_per_sequence(seed):
     """For chains and trees of several rows, and sequences of different committed lengths."""
     rng = random.Random(seed)
     model, vocab = random_model(seed, tied=bool(seed % 2)), 32
-    batched = new_cache(model, 3, 90).view(90, torch.zeros(3, 1, dtype=torch.int64))
+    batched = model.new_cache(90, 3).view(90, torch.zeros(3, 1, dtype=torch.int64))
     caches = [model.new_cache(capacity=90) for _ in range(3)]
     for _ in range(6):
         tree = random_tree(rng, rng.randint(2, 12))

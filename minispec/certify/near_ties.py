@@ -6,7 +6,6 @@ between their logits, in float64, that is smaller than one step of bfloat16 at t
 import torch
 from torch import Tensor
 
-from minispec.cache import KVCache
 from minispec.certify.common import Result, first_difference
 from minispec.certify.examination import Examination, Request, baseline_tokens
 from minispec.generate.api import common_prefix_length
@@ -26,10 +25,9 @@ def gaps(logits: Tensor) -> Tensor:
 def find_prompts(model: Transformer, half: int) -> list[list[int]]:
     """Choose, of many random prompts that repeat their first half, those whose greedy answers come
     closest to a tie. The first token of an answer does not count, as it depends on no draft."""
-    c, generator = model.config, torch.Generator().manual_seed(half)
-    prompts = torch.randint(c.vocab_size, (SEARCHED, half), generator=generator).repeat(1, 2)
-    cache = KVCache(c.layers, c.kv_heads, c.head_dim, 2 * half + TOKENS, model.dtype,
-                    sequences=SEARCHED)  # fmt: skip
+    vocab, generator = model.config.vocab_size, torch.Generator().manual_seed(half)
+    prompts = torch.randint(vocab, (SEARCHED, half), generator=generator).repeat(1, 2)
+    cache = model.new_cache(2 * half + TOKENS, SEARCHED)
     new, found = prompts, []
     for _ in range(TOKENS):
         logits = model.logits(model(new, cache)[:, -1])  # (SEARCHED, V)

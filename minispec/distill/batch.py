@@ -13,27 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minispec.cache import KVCache
 from minispec.fast.captured import SPAN, Graphs
 from minispec.fast.compiled import is_on_gpu
-from minispec.model import CHUNK, Transformer
+from minispec.model import Transformer
 from minispec.sampling import Sampling, not_finite, sample_inverse_cdf, warp
 
 BURST = 16  # maximum steps between two reads by the host
-
-
-def new_cache(model: Transformer, rows: int, capacity: int) -> KVCache:
-    """An empty cache for `rows` sequences."""
-    c = model.config
-    device = model.device
-    return KVCache(c.layers, c.kv_heads, c.head_dim, capacity, model.dtype, device, rows)
-
-
-def prefill(model: Transformer, tokens: Tensor, cache: KVCache) -> None:
-    """Feed and commit `tokens` (rows, n) in chunks, without a mask for each row."""
-    for chunk in tokens.split(CHUNK, dim=1):
-        model(chunk, cache)
-        cache.commit(list(range(chunk.shape[1])))
 
 
 @dataclass
@@ -53,7 +38,7 @@ class Batch:
     def __init__(self, model: Transformer, n: int, sampling: Sampling, rows: int, capacity: int):
         self.model, self.n, self.sampling = model, n, sampling
         # an ended text's row is written up to BURST - 1 rows further
-        self.cache = new_cache(model, rows, capacity + BURST)
+        self.cache = model.new_cache(capacity + BURST, rows)
         self.cache.user = object()  # graphs look up the weights once
         self.graphs = Graphs(model) if is_on_gpu(model) else None
         self.texts: list[Text | None] = [None] * rows
@@ -67,8 +52,8 @@ class Batch:
         fed = [torch.tensor(text.prompt[:-1], dtype=torch.int64) for text in texts.values()]
         if any(map(len, fed)):
             padded = nn.utils.rnn.pad_sequence(fed, batch_first=True)
-            new = new_cache(self.model, *padded.shape)
-            prefill(self.model, padded, new)
+            new = self.model.new_cache(padded.shape[1], len(padded))
+            self.model.prefill(padded, new)  # rows written for padding are never committed
             self.cache.kv[:, :, list(texts), : padded.shape[1]] = new.kv
 
     def drop(self, rows: list[int]) -> None:
