@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec import load
+from minispec.bench import __main__ as bench
 from minispec.certify.methods.checks import check_bits
 from minispec.certify.toys import small_model
 from minispec.cli import UserError
@@ -134,11 +135,12 @@ def test_attention_is_that_of_the_plain_model():
 def test_the_flag(capsys):
     main(["--prompt-ids", "5,6,7", "--bitwise", "--method", "fastmtp", "--max-new-tokens", "3"])
     assert capsys.readouterr().out
-    with pytest.raises(SystemExit) as exit:
-        main(["a", "--bitwise", "--compile"])
-    assert exit.value.code == 2
-    assert capsys.readouterr().err.endswith("--bitwise and --compile cannot be combined: omit one "
-                                            "of them\n")  # fmt: skip
+    for command, words in (main, ["a"]), (bench.main, []):
+        with pytest.raises(SystemExit) as exit:
+            command([*words, "--bitwise", "--compile"])
+        assert exit.value.code == 2
+        assert capsys.readouterr().err.endswith("--bitwise and --compile cannot be combined: omit "
+                                                "one of them\n")  # fmt: skip
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------

@@ -338,6 +338,7 @@ def test_no_data_is_allocated():
         ("--card gpu", "invalid choice"), ("--acceptance 1.1 --plan", "must be a number"),
         ("--plan --repeats 2", "a plan measures nothing; omit --repeats"),
         ("--plan --markdown", "a plan measures nothing; omit --markdown"),
+        ("--plan --bitwise", "a plan measures nothing; omit --bitwise"),
         ("--nproc 2 --device cpu --compile", "a plan measures nothing; omit --device, --compile"),
         ("--plan --dtype float32", "give the card's rate with --flops"),
         ("--plan --dtype int4", "dtype int4 is not supported"),

@@ -19,6 +19,7 @@ output is compared with plain decoding's, token for token. Under torchrun, rank 
 import argparse
 import contextlib
 import json
+import signal
 import sys
 from functools import partial
 from itertools import product
@@ -33,6 +34,7 @@ from minispec.bench.tables import markdown, plan_text, show, show_machine
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import Parser, Source, UserError, comma_separated, flag_name, number
+from minispec.fast.bitwise import NOT_COMPILED
 from minispec.generate.__main__ import add_model_flags, choose_model, optimize_all
 from minispec.generate.api import unlisted_eos_warning
 from minispec.machine import command_line, describe_machine
@@ -90,7 +92,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     unused = given("model", "methods", "data", "kind", "generated", "questions", "temperature",
                    "k", "prompts", "vocabulary_sizes", "eagle3")  # fmt: skip
-    measuring = given("device", "compile", "busy", "stats", "repeats", "max_new_tokens", "markdown")
+    measuring = given("device", "compile", "bitwise", "busy", "stats", "repeats", "max_new_tokens",
+                      "markdown")  # fmt: skip
     planning, for_shape = given(*shapes.PLAN_FLAGS), given("acceptance", *shapes.PLAN_FLAGS)
     args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))
     wrong = [
@@ -101,6 +104,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
          f"--draft {args.draft}: with --shape, choose one of {', '.join(MODEL_SHAPES)}"),
         (args.kind and not args.data, "--kind requires --data"),
         (args.compile and distributed.world.size > 1, distributed.NOT_COMPILED),
+        (args.compile and args.bitwise, NOT_COMPILED),
+        (args.stats and not hasattr(signal, "setitimer"), "--stats needs a timer of Unix; omit it"),
         (args.markdown and len(args.temperature) > 1,
          "--markdown prints one table; choose one --temperature"),
     ]

@@ -41,6 +41,7 @@ EXCLUSIVE = [  # two flags, and why they cannot be combined
     ("chat", "prompt_ids", "--chat cannot use --prompt-ids or --prompt-file"),
     ("chat", "prompt_file", "--chat cannot use --prompt-ids or --prompt-file"),
     ("color", "json", "--color and --json are mutually exclusive"),
+    ("bitwise", "compile", NOT_COMPILED),
 ]  # fmt: skip
 
 
@@ -76,14 +77,11 @@ def add_model_flags(p: Parser) -> None:
     p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
     p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
     p.add_argument("--bitwise", action="store_true",
-                   help="every number is plain decoding's, bit for bit (also plain decoding needs "
-                   "this flag, since its sums have another order without it)")  # fmt: skip
+                   help="make all methods, plain decoding too, give the same numbers, bit for bit")
 
 
 def choose_model(args: argparse.Namespace) -> None:
     """Set the default --model, and the --dtype that suits --quantize."""
-    if args.bitwise and args.compile:
-        raise UserError(NOT_COMPILED)
     args.model = distributed.from_rank_0(default_model) if args.model is None else args.model
     if args.quantize:
         args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))

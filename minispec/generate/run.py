@@ -49,6 +49,7 @@ class StopConditions:
 @dataclass(eq=False)
 class Run:
     """One generation. Iterate over it for Chunks; it always holds everything generated so far.
+
     EOS, stop strings, lengths, the context limit and the statistics are handled here and nowhere
     else. A run stops exactly where plain decoding would, even inside an accepted block."""
 

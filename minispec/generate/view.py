@@ -81,6 +81,7 @@ def write_page(
 @torch.no_grad()
 def trace(model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str) -> dict:
     """The page's data as a JSON object: the run's --json, its passes, and the text of each token.
+
     A Step does not keep the target's distributions, so they are recomputed with one pass over each
     step's tree. The cache is filled as in the run: the prompt, then the accepted paths."""
     rows = len(run.prompt) + sum(len(step.tokens) + len(step.tree) for step in run.rounds)
