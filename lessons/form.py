@@ -109,7 +109,8 @@ class Progress:
     measured: dict[str, float] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)  # task -> number of hints given
     shown: set[str] = field(default_factory=set)  # tasks that are solved or revealed
-    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)  # of predictions
+    # of predictions: the lowest and highest sensible ones, or a range if it is a choice, as of K
+    ranges: dict[str, tuple[float, float] | range] = field(default_factory=dict)
 
 
 progress = Progress()  # a kernel runs one notebook
@@ -133,8 +134,8 @@ def lesson(number: str) -> None:
 
 
 def load_solutions(number: str) -> ModuleType:
-    """Load solutions/lesson_<number>.py. It has TASKS, RANGES (the lowest and highest sensible
-    predictions) and a QUIZ, and may have PROOFS."""
+    """Load solutions/lesson_<number>.py. It has TASKS, RANGES (of its predictions, see
+    Progress) and a QUIZ, and may have PROOFS."""
     return importlib.import_module(f"solutions.lesson_{number}")
 
 
@@ -168,12 +169,11 @@ def predict(**numbers: float | None) -> None:
     out of range is not kept; an earlier one is."""
     given = {name: as_number(number) for name, number in numbers.items()}
     for name, number in given.items():
-        low, high = progress.ranges.get(name, (-math.inf, math.inf))
         if number is None and numbers[name] is not None and numbers[name] is not ...:
             print(f"{spaced(name)}: {numbers[name]!r} is not a number; write it as 0.5, \"50%\", "
                   '10 or "10x"')  # fmt: skip
-        elif number is not None and not low <= number <= high:
-            print(f"{spaced(name)}: {number:g} is not between {low} and {high}")
+        elif number is not None and (fault := out_of_range(name, number)):
+            print(f"{spaced(name)}: {number:g} {fault}")
             given[name] = progress.predicted.get(name)
     progress.predicted.update(given)
     missing = [spaced(name) for name, number in given.items() if number is None]
@@ -182,6 +182,14 @@ def predict(**numbers: float | None) -> None:
         print("you predict:", ", ".join(made))
     if missing:
         print("no prediction yet:", ", ".join(missing))
+
+
+def out_of_range(name: str, number: float) -> str | None:
+    """Say what is wrong with a predicted number, or return None."""
+    allowed = progress.ranges.get(name, (-math.inf, math.inf))
+    if not allowed[0] <= number <= allowed[-1]:
+        return f"is not between {allowed[0]} and {allowed[-1]}"
+    return "is not a whole number" if isinstance(allowed, range) and number % 1 else None
 
 
 def as_number(given: object) -> float | None:
@@ -214,7 +222,7 @@ def compare() -> None:
         if guess is None:
             line = f"{found}; you made no prediction"
         else:
-            is_choice = name.startswith(("best_k", "best_tree"))
+            is_choice = isinstance(progress.ranges.get(name), range)
             ratio = f", ratio {guess / value:.2f}" if value and not is_choice else ""
             line = f"you said {guess:.3g}, {found}{ratio}"
         print(f"{spaced(name):{width}}  {line}")

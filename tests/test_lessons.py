@@ -1296,8 +1296,9 @@ def test_two_hints_then_the_solution_then_the_source(start, capsys):
     assert "Markdown" in lines  # what display() prints without a notebook
 
 
-def test_predictions_are_compared_with_measurements(start, capsys):
+def test_predictions_are_compared_with_measurements(start, monkeypatch, capsys):
     start("00")
+    monkeypatch.setattr(form.progress, "ranges", {"best_tree": range(61)})
     form.predict(cost_of_8=4, cost_of_64="many", my_tokens_accepted=2, best_tree=8)
     form.measured(cost_of_8=1.6, cost_of_64=5.4, best_tree=16, passes=7)
     form.compare()
@@ -1338,6 +1339,18 @@ def test_what_cannot_be_a_prediction_is_not_kept(start, monkeypatch, capsys):
         "alpha chat        measured 0.7; you made no prediction",
         "share accepted    not measured here; you made no prediction",
         "alpha arithmetic  not measured here; you made no prediction",
+    ]
+
+
+def test_half_a_draft_cannot_be_chosen(start, monkeypatch, capsys):
+    start("06")
+    monkeypatch.setattr(form.progress, "ranges", form.load_solutions("06").RANGES)
+    form.predict(best_k_full=2.5, best_k_8192=3.0, best_tree=61, gain_of_60=2.5)
+    assert capsys.readouterr().out.splitlines() == [
+        "best k full: 2.5 is not a whole number",
+        "best tree: 61 is not between 0 and 60",
+        "you predict: best k 8192 3, gain of 60 2.5",
+        "no prediction yet: best k full, best tree",
     ]
 
 

@@ -1,6 +1,6 @@
 """The site that `make site` wrote to build/site: its links hold, and in a browser every page loads
-without errors or requests to elsewhere, fits a phone, and a lesson hides its outputs until the
-reader has predicted."""
+without errors or requests to elsewhere and fits a phone, in light and dark mode. A lesson hides its
+outputs until the reader has predicted, and judges the quiz."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, browser, needs_browser
 
 sys.path.append(str(ROOT / "lessons"))
-from form import load_solutions, spaced  # noqa: E402
+from form import judge, load_solutions, spaced  # noqa: E402
 
 pytestmark = pytest.mark.site
 SITE = ROOT / "build" / "site"
@@ -100,6 +100,26 @@ function layout(page) {
   return widths;
 }
 
+// on a phone, which formulas scroll, and how small the pictures become
+function phone(page) {
+  frame.style.width = "375px";
+  const formulas = [...page.querySelectorAll("math[display=block]")]
+    .filter((math) => math.scrollWidth > math.clientWidth).map((math) => math.textContent);
+  const scales = [...page.querySelectorAll("article img")]
+    .filter((image) => image.getClientRects().length)
+    .map((image) => image.getBoundingClientRect().width / image.naturalWidth);
+  return { formulas, smallest: Math.min(1, ...scales) };
+}
+
+// how pictures look in light and dark mode
+function filters(page) {
+  return ["light", "dark"].map((theme) => {
+    page.body.dataset.theme = theme;
+    return [...page.querySelectorAll("article img")]
+      .map((image) => frame.contentWindow.getComputedStyle(image).filter);
+  });
+}
+
 async function step(run) {  // forward, in a page of the gallery
   run.loading = "eager";
   if (run.contentDocument.readyState !== "complete" || !run.contentDocument.getElementById("next"))
@@ -113,15 +133,16 @@ async function predict(page, url) {
   const cells = page.querySelectorAll(".cell_output"), form = page.getElementById("prediction");
   const press = (name) => form.querySelector(name).click();
   const found = { cells: cells.length, before: seen(cells) };
-  const ranges = JSON.parse(page.getElementById("ranges").textContent);
+  const { ranges } = JSON.parse(page.getElementById("lesson").textContent);
   const fields = form.querySelectorAll("input");
   fields[0].value = "many";
-  fields[1].value = ranges[fields[1].name][1] + 1;
-  press(".reveal");
+  fields[1].value = ranges[fields[1].name].high + 1;
+  for (const field of [...fields].slice(2)) field.value = ranges[field.name].low + 0.5;
+  press(".main");
   found.refused = seen(cells);
   found.faults = [...form.querySelectorAll(".fault")].map((fault) => fault.textContent);
-  for (const field of fields) field.value = `${100 * ranges[field.name][0]}%`;
-  press(".reveal");
+  for (const field of fields) field.value = `${100 * ranges[field.name].low}%`;
+  press(".main");
   found.after = seen(cells);
   found.names = [...fields].map((field) => field.name);
   found.tables = [...page.querySelectorAll(".comparison")].map((table) =>
@@ -135,12 +156,35 @@ async function predict(page, url) {
   found.skipped = seen(page.querySelectorAll(".cell_output"));
   const run = page.querySelector("iframe.run");
   if (run) found.steps = await step(run);
+  found.quiz = await quiz(page, url);
+  return found;
+}
+
+// Leave questions open, answer all wrong and all right, load the page again, start again.
+async function quiz(page, url) {
+  const found = {}, { right, wrong } = ANSWERS[url];
+  const look = () => [...page.querySelectorAll("form.quiz .verdict")].map((p) => p.textContent);
+  const check = (answers) => {
+    const form = page.querySelector("form.quiz");
+    answers.forEach((answer, i) => { form.elements[`question${i}`].value = answer; });
+    form.querySelector(".main").click();
+    return [...look(), form.querySelector(".open").textContent];
+  };
+  found.open = check([]);
+  found.wrong = check(wrong);
+  found.right = check(right);
+  page = await open(url);
+  found.kept = look();
+  page.querySelector("form.quiz .again").click();
+  found.again = look();
+  page = await open(url);
+  found.forgotten = look();
   return found;
 }
 
 async function visit(url) {
   const page = await open(url);
-  const found = { title: page.title, wide: layout(page) };
+  const found = { title: page.title, wide: layout(page), ...phone(page), filters: filters(page) };
   found.loaded = frame.contentWindow.performance.getEntriesByType("resource").map((e) => e.name);
   if (page.getElementById("next")) found.steps = await step(frame);
   if (page.getElementById("prediction")) found.lesson = await predict(page, url);
@@ -178,6 +222,25 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
+def answers_of(number: str) -> dict[str, list[str]]:
+    """Right answers to a lesson's quiz, as a reader would write them, and wrong ones."""
+    right, wrong = [], []
+    for question in load_solutions(number).QUIZ:
+        answer = question.answer
+        if question.options:
+            pair = answer, "b" if answer == "a" else "a"
+        elif isinstance(answer, bool):
+            pair = ("yes", "no") if answer else ("no", "yes")
+        else:
+            pair = f"{100 * answer:g} %", str(answer + 1)
+        right.append(pair[0])
+        wrong.append(pair[1])
+    return {"right": right, "wrong": wrong}
+
+
+ANSWERS = {f"/lessons/{name}.html": answers_of(name[:2]) for name in LESSONS}
+
+
 @pytest.fixture(scope="module")
 def visited(pages, tmp_path_factory) -> dict[str, dict]:
     """What the browser found on each page. No page may write to the console."""
@@ -185,6 +248,7 @@ def visited(pages, tmp_path_factory) -> dict[str, dict]:
     urls = [f"/{path.relative_to(SITE).as_posix()}" for path in pages]
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=SITE)) as server:
         server.harness = HARNESS.replace("PAGES", json.dumps(urls))
+        server.harness = server.harness.replace("ANSWERS", json.dumps(ANSWERS))
         server.results, server.finished = None, threading.Event()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         command = [*browser(folder / "profile"), "--window-size=1400,1000",
@@ -208,6 +272,15 @@ def test_every_page_loads_from_here_and_fits_both_widths(visited):
         assert "error" not in found, (url, found)
         assert found["title"] and not found["elsewhere"], url
         assert found["wide"] == {"1280": 0, "375": 0}, url
+        assert not found["formulas"], url
+        assert found["smallest"] > 0.75, "a picture's labels are too small on a phone"
+
+
+@needs_browser
+def test_pictures_are_dark_in_dark_mode(visited):
+    light, dark = zip(*(found["filters"] for found in visited.values()))
+    assert {filter for page in light for filter in page} == {"none"}
+    assert {filter for page in dark for filter in page} == {"invert(1) hue-rotate(180deg)"}
 
 
 @needs_browser
@@ -226,17 +299,35 @@ def test_a_run_of_the_gallery_steps_forward(visited):
 def test_a_prediction_shows_the_outputs_and_stands_next_to_what_was_measured(visited, name):
     found, number = visited[f"/lessons/{name}.html"]["lesson"], name[:2]
     assert found["before"] == found["refused"] == found["again"] == 1  # the drawn round
-    assert found["faults"][:2] == [
-        "write a number, as 0.5, 50%, 10 or 10x",
-        "not between {} and {}".format(*load_solutions(number).RANGES[found["names"][1]]),
-    ]
+    ranges = load_solutions(number).RANGES
+    first, second, *others = found["faults"]
+    low, *_, high = ranges[found["names"][1]]
+    assert (first, second) == (
+        "write a number, as 0.5, 50%, 10 or 10x", f"not between {low} and {high}"
+    )  # fmt: skip
+    for name, fault in zip(found["names"][2:], others):
+        assert fault == ("not a whole number" if isinstance(ranges[name], range) else "")
     assert found["after"] == found["kept"] == found["skipped"] == found["cells"] > 5
     assert found["wide"] == {"1280": 0, "375": 0}
     *earlier, last = found["tables"]
     assert [row[0] for row in last] == [spaced(name) for name in found["names"]]
     for name, row in zip(found["names"], last):
         _, said, measured, ratio = row
-        low, value = load_solutions(number).RANGES[name][0], float(measured)
+        low, value = ranges[name][0], float(measured)
         assert float(said.removesuffix("%")) == pytest.approx(100 * low)
-        assert ratio == "–" if value == 0 else abs(float(ratio) - low / value) < 0.006
+        no_ratio = value == 0 or isinstance(ranges[name], range)
+        assert ratio == "–" if no_ratio else abs(float(ratio) - low / value) < 0.006
         assert any(row in table for table in earlier), "not shown where it is measured"
+
+
+@needs_browser
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_quiz_is_judged_as_in_the_notebook_and_kept(visited, name):
+    url, questions = f"/lessons/{name}.html", load_solutions(name[:2]).QUIZ
+    found, nothing = visited[url]["lesson"]["quiz"], [""] * len(questions)
+    assert found["open"] == [*nothing, "not answered yet: 1, 2, 3, 4, 5"]
+    for kind, given in ANSWERS[url].items():
+        verdicts = [judge(question, answer) for question, answer in zip(questions, given)]
+        assert found[kind] == [*verdicts, ""] and {v[:5] for v in verdicts} == {kind}
+    assert found["kept"] == found["right"][:-1]
+    assert found["again"] == found["forgotten"] == nothing

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from docutils import nodes
@@ -23,6 +24,7 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "lessons")]
+import form  # noqa: E402
 
 project = html_title = "minispec"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.linkcode"]
@@ -38,7 +40,7 @@ myst_url_schemes = {"http": None, "https": None, "site": "{{path}}"}
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_js_files = ["predict.js"]
+html_js_files = ["page.js", "predict.js", "quiz.js"]
 html_math_renderer = "mathml"
 html_copy_source = html_show_copyright = False
 html_domain_indices = html_use_index = False
@@ -170,13 +172,18 @@ def mathml(writer, node) -> None:
     raise nodes.SkipNode
 
 
-def add_ranges(app, name: str, template: str, context: dict, doctree) -> None:
-    """Give a lesson's page the lowest and highest sensible predictions, for predict.js."""
+def add_lesson(app, name: str, template: str, context: dict, doctree) -> None:
+    """Give a lesson's page what its scripts need, see page.js."""
     if number := re.match(r"lessons/(\d\d)_", name):
-        ranges = importlib.import_module(f"solutions.lesson_{number[1]}").RANGES
-        context["body"] += (
-            f'<script type="application/json" id="ranges">{json.dumps(ranges)}</script>'
-        )
+        solutions = form.load_solutions(number[1])
+        ranges = {
+            prediction: {"low": ends[0], "high": ends[-1], "choice": isinstance(ends, range)}
+            for prediction, ends in solutions.RANGES.items()
+        }
+        quiz = [asdict(question) for question in solutions.QUIZ]
+        data = json.dumps({"ranges": ranges, "quiz": quiz, "rounding": form.ROUNDING})
+        data = data.replace("<", r"\u003c")  # no end tag
+        context["body"] += f'<script type="application/json" id="lesson">{data}</script>'
 
 
 def finish(app, error) -> None:
@@ -192,5 +199,5 @@ def setup(app) -> None:
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", docstring)
     app.connect("html-collect-pages", source_pages)
-    app.connect("html-page-context", add_ranges)
+    app.connect("html-page-context", add_lesson)
     app.connect("build-finished", finish)

@@ -4,11 +4,11 @@
 "use strict";
 
 document.addEventListener("DOMContentLoaded", () => {
-  const cells = [...document.querySelectorAll("div.cell")].filter(output);
-  const asking = cells.findIndex((cell) => code(cell).startsWith("predict("));
-  if (asking < 0) return show(cells);
-  show(cells.slice(0, asking));
-  hideUntilPredicted(cells[asking], cells.slice(asking + 1));
+  const shown = cells().filter(output);
+  const asking = shown.findIndex((cell) => code(cell).startsWith("predict("));
+  if (asking < 0) return show(shown);
+  show(shown.slice(0, asking));
+  hideUntilPredicted(shown[asking], shown.slice(asking + 1));
   // a run of the gallery can be stepped through below the link to it
   for (const link of document.querySelectorAll("p a[href^='gallery/']")) {
     link.closest("p").after(element("iframe", {
@@ -20,16 +20,14 @@ document.addEventListener("DOMContentLoaded", () => {
 function hideUntilPredicted(asking, hidden) {
   const last = hidden.at(-1), printed = [...output(last).childNodes];
   const names = [...code(asking).matchAll(/(\w+)=/g)].map((match) => match[1]);
-  const ranges = JSON.parse(document.getElementById("ranges").textContent);
+  const { ranges } = lesson();
   const measured = Object.fromEntries(names.map((name) =>
     [name, output(last).textContent.match(`${spaced(name)} +measured (\\S+);`)[1]]));
-  const store = `predictions of ${location.pathname}`;
-  const form = formFor(names), fields = [...form.querySelectorAll("input")];
+  const form = predictionForm(names), fields = [...form.querySelectorAll("input")];
   output(asking).replaceWith(form);
   for (const cell of hidden) {
-    const note = element("p", { className: "withheld", textContent: "Hidden until you have " });
-    note.append(element("a", { href: "#prediction", textContent: "predicted" }), ".");
-    output(cell).before(note);
+    const link = element("a", { href: "#prediction", textContent: "predicted" });
+    output(cell).before(element("p", { className: "withheld" }, "Hidden until you have ", link, "."));
   }
 
   function reveal(predicted) {  // null: nothing was predicted
@@ -37,10 +35,11 @@ function hideUntilPredicted(asking, hidden) {
     show(hidden);
     document.querySelectorAll(".comparison").forEach((table) => table.remove());
     if (!predicted) return output(last).replaceChildren(...printed);
-    output(last).replaceChildren(comparison(names, predicted, measured));
+    const compared = (some) => comparison(some, predicted, measured, ranges);
+    output(last).replaceChildren(compared(names));
     for (const cell of hidden.slice(0, -1)) {
       const here = names.filter((name) => measures(code(cell), name));
-      if (here.length) output(cell).append(comparison(here, predicted, measured));
+      if (here.length) output(cell).append(compared(here));
     }
   }
 
@@ -53,62 +52,56 @@ function hideUntilPredicted(asking, hidden) {
     if (wrong) return wrong.focus();
     const predicted = Object.fromEntries(fields.map((field) => [field.name, field.value.trim()]));
     reveal(predicted);
-    localStorage.setItem(store, JSON.stringify(predicted));
+    keep("predictions", predicted);
   });
   form.querySelector(".skip").addEventListener("click", () => reveal(null));
   form.querySelector(".again").addEventListener("click", () => {
-    localStorage.removeItem(store);
+    keep("predictions", {});
     document.documentElement.classList.remove("predicted");
     hidden.forEach((cell) => output(cell).classList.remove("shown"));
     fields[0].focus();
   });
 
-  const kept = JSON.parse(localStorage.getItem(store));
-  if (kept) {
-    for (const field of fields) field.value = kept[field.name] ?? "";
-    reveal(kept);
+  const earlier = kept("predictions");
+  if (Object.keys(earlier).length) {
+    for (const field of fields) field.value = earlier[field.name] ?? "";
+    reveal(earlier);
   }
 }
 
-function formFor(names) {
+function predictionForm(names) {
   const form = element("form", { className: "prediction", id: "prediction" });
   form.append(element("p", { textContent: "Predict first. The outputs below are hidden until then." }));
   for (const name of names) {
-    const label = element("label", { textContent: spaced(name) });
-    label.append(element("input", { name, inputMode: "decimal", autocomplete: "off" }),
-                 element("span", { className: "fault", role: "alert" }));
-    form.append(label);
+    form.append(element("label", { textContent: spaced(name) },
+                        element("input", { name, inputMode: "decimal", autocomplete: "off" }),
+                        element("span", { className: "fault", role: "alert" })));
   }
-  const button = (className, textContent, type) => element("button", { className, textContent, type });
-  form.append(button("reveal", "Show the outputs", "submit"),
-              button("skip", "Show them without predicting", "button"),
-              button("again", "Hide them and predict again", "button"));
+  form.append(button("main", "Show the outputs", "submit"),
+              button("skip", "Show them without predicting"),
+              button("again", "Hide them and predict again"));
   return form;
 }
 
-function comparison(names, predicted, measured) {
+// As in form.py, a choice of a whole number has no ratio.
+function comparison(names, predicted, measured, ranges) {
   const table = element("table", { className: "comparison" });
   const row = (kind, texts) => table.insertRow().append(
     ...texts.map((textContent) => element(kind, { textContent })));
   row("th", ["", "you said", "measured", "ratio"]);
   for (const name of names) {
     const ratio = number(predicted[name] ?? "") / Number(measured[name]);
-    const rounded = Number.isFinite(ratio) ? ratio.toFixed(2) : "–";
-    row("td", [spaced(name), predicted[name] ?? "–", measured[name], rounded]);
+    const has = Number.isFinite(ratio) && !ranges[name]?.choice;
+    row("td", [spaced(name), predicted[name] ?? "–", measured[name], has ? ratio.toFixed(2) : "–"]);
   }
   return table;
 }
 
-// A prediction as form.py reads it: 0.5, 50%, 10 or 10x.
-function number(text) {
-  const bare = text.trim().replace(/[%x×]$/, "").trim();
-  return bare === "" ? NaN : Number(bare) / (text.trim().endsWith("%") ? 100 : 1);
-}
-
-function fault(text, [low, high]) {
+function fault(text, { low, high, choice }) {
   const value = number(text);
   if (!Number.isFinite(value)) return "write a number, as 0.5, 50%, 10 or 10x";
-  return value < low || value > high ? `not between ${low} and ${high}` : "";
+  if (value < low || value > high) return `not between ${low} and ${high}`;
+  return choice && !Number.isInteger(value) ? "not a whole number" : "";
 }
 
 // Whether a cell's code calls measured(name=…), or measured(**{f"na{…}": …}).
@@ -118,14 +111,4 @@ function measures(code, name) {
     || [...call.matchAll(/f"(\w+)\{/g)].some((match) => name.startsWith(match[1]));
 }
 
-function code(cell) { return cell.querySelector(".cell_input").textContent.trim(); }
-
-function output(cell) { return cell.querySelector(".cell_output"); }
-
-function show(cells) { cells.forEach((cell) => output(cell).classList.add("shown")); }
-
-function spaced(name) { return name.replaceAll("_", " "); }
-
-function element(kind, properties) {
-  return Object.assign(document.createElement(kind), properties);
-}
+function show(shown) { shown.forEach((cell) => output(cell).classList.add("shown")); }
