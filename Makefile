@@ -60,8 +60,15 @@ gallery: .venv/installed $(REAL)
 	$(PAGE)fastmtp.html --method fastmtp --model smollm2 --chat "$(REVERSE)" < /dev/null
 	$(PAGE)hybrid.html --method hybrid --model smollm2 --chat "$(SPELLING)" < /dev/null
 
+# Python for the browser, with which the site judges exercises; without npm it has none
+PYODIDE := build/pyodide/package/package.json
+
+$(PYODIDE): Makefile
+	rm -rf build/pyodide && mkdir -p build/pyodide
+	-cd build/pyodide && npm pack --silent pyodide@314.0.7 && tar -xzf *.tgz && touch package/*.json
+
 # the README, lessons, gallery and API as a website in build/site, checked in a browser
-site: .venv/site
+site: .venv/site $(PYODIDE)
 	rm -rf build/site
 	$(BIN)/python -m sphinx -q -W -E -d build/doctrees -c lessons/site . build/site
 	$(BIN)/python -m pytest -q -n 0 -rs -m site tests/test_site.py

@@ -15,6 +15,7 @@ import reprlib
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -24,6 +25,7 @@ from types import FunctionType, ModuleType
 
 LESSONS = Path(__file__).resolve().parent
 GOES_ON = "the lesson goes on with minispec's"
+EMPTY = "not written yet"
 NUMBER_OF_HINTS = 2
 REPETITIONS = 10  # of a failed case; a coin of the answer's own may fall alike in a few of them
 PATIENCE = 20.0  # seconds that an answer may take for all cases
@@ -64,18 +66,19 @@ class Oracle:
 class Task:
     """A function for the reader to write.
 
-    `package` is what the lesson uses until the answer is right. `mistakes` maps messages to
-    functions that make the mistake, one or several: an answer with the outcomes of one of them gets
-    the message.
+    `mistakes` maps messages to functions that make the mistake, one or several: an answer with the
+    outcomes of one of them gets the message. `package` is what the lesson uses until the answer is
+    right. It needs torch; if nothing else does, solutions/pure_<lesson>.py has the task without it,
+    and the page of the site judges answers, too.
     """
 
     name: str
-    package: Callable
     solution: Callable
     judge: Oracle
     hints: tuple[str, str]
     mistakes: dict[str, Callable | tuple[Callable, ...]]
-    shows: tuple[Callable, ...]  # the functions of the package that `source` prints
+    package: Callable | None = None
+    shows: tuple[Callable, ...] = ()  # the functions of the package that `source` prints
 
 
 @dataclass(frozen=True)
@@ -294,27 +297,41 @@ def check(function: Callable, replace: bool = False) -> Callable:
     number = task.solution.__module__[-2:]
     if function is task.package:
         print(f"{name}: this is minispec's; run the cell that defines yours again")
-    elif not isinstance(function, FunctionType):
-        print(f"{name}: must be a function, not {type(function).__name__}; {GOES_ON}")
-    elif is_empty(function):
-        kept = is_saved(number, name)
-        state = "empty here, kept in my_minispec.py" if kept else "not written yet"
-        print(f"{name}: {state}; {GOES_ON}")
-    elif returns_a_value(task.solution) and not returns_a_value(function):
-        print(f"{name}: it always returns None; a `return` with a value is missing; {GOES_ON}")
+    elif fault := find_gap(task, function):
+        if fault == EMPTY and is_saved(number, name):
+            fault = "empty here, kept in my_minispec.py"
+        print(f"{name}: {fault}; {GOES_ON}")
     else:
-        with redirect_stdout(Printed()) as printed:
-            fault, largest = find_fault(task, function)
-        printed.show(name)
+        fault, right = examine(task, function)
         if fault is None:
             progress.shown.add(name)
-            exactly = f", largest distance {largest:.1e}" if largest else ""
             with redirect_stdout(Printed()):  # it is judged again
                 saved = save(function, number, name, lambda f: find_fault(task, f)[0], replace)
-            print(f"{name}: right ({task.judge.examined}{exactly}){saved}")
+            print(f"{name}: {right}{saved}")
             return function
         print(f"{name}: {fault}\n{GOES_ON}; hint({name!r}) helps".replace("\n", "\n    "))
     return task.package
+
+
+def find_gap(task: Task, function: object) -> str | None:
+    """Return why there is nothing to examine yet, or None."""
+    if not isinstance(function, FunctionType):
+        return f"must be a function, not {type(function).__name__}"
+    if is_empty(function):
+        return EMPTY
+    if returns_a_value(task.solution) and not returns_a_value(function):
+        return "it always returns None; a `return` with a value is missing"
+    return None
+
+
+def examine(task: Task, function: FunctionType) -> tuple[str | None, str]:
+    """Print what the function prints. Returns what is wrong with it, or None, and what to say if
+    nothing is."""
+    with redirect_stdout(Printed()) as printed:
+        fault, largest = find_fault(task, function)
+    printed.show(task.name)
+    exactly = f", largest distance {largest:.1e}" if largest else ""
+    return fault, f"right ({task.judge.examined}{exactly})"
 
 
 # the instructions of a body that does nothing, in any version of Python
@@ -403,7 +420,26 @@ class StillRunning(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def watched(seconds: float) -> Iterator[None]:
+    """Look at the clock before each line of a function that the block calls, and raise
+    StillRunning after `seconds`. Slow, but it needs no thread: a browser's Python has none."""
+    end = time.monotonic() + seconds
+
+    def trace(*_) -> Callable:
+        if time.monotonic() > end:
+            raise StillRunning
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def interrupted(seconds: float) -> Iterator[None]:
     """Raise StillRunning in the block after `seconds`. Unlike a signal, this works on any system
     and in any thread, but only between two instructions of Python."""
     thread = ctypes.c_ulong(threading.get_ident())
@@ -415,6 +451,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+time_limit = watched if sys.platform == "emscripten" else interrupted
 
 
 def find_fault(task: Task, function: Callable) -> tuple[str | None, float]:

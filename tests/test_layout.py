@@ -98,7 +98,7 @@ OWN_LISTS = {
     "lessons/assignments/a8_engine": "the proposers that the engine of the assignment runs",
     "lessons/drawing.py METHOD_COLOURS": "a colour for each method that lesson 10 measures",
     "lessons/pictures.py EXAMPLES": "the README's pictures: a prompt and options for each",
-    "lessons/solutions/lesson_10.py": "the invented numbers of a task",
+    "lessons/solutions/pure_10.py": "the invented numbers of a task",
     "tests/test_bench.py": "the rows of one command, and two methods that take turns",
     "tests/test_captured.py": "the model alone and with one drafter of each kind: more take long",
     "tests/test_eagle3.py": "the methods that this kind of head drafts for",

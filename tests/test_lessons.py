@@ -1259,13 +1259,39 @@ def never_counts(guess, choices):
     return n, choices[n]
 
 
-def test_a_loop_that_does_not_end_is_stopped(start, monkeypatch, capsys):
+@pytest.mark.parametrize("time_limit", [form.interrupted, form.watched])
+def test_a_loop_that_does_not_end_is_stopped(time_limit, start, monkeypatch, capsys):
     start("00")
+    monkeypatch.setattr(form, "time_limit", time_limit)
     monkeypatch.setattr(form, "PATIENCE", 0.2)
     assert form.check(renamed(never_counts, "accept")) is TASKS["00", "accept"].package
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first == "accept: it is still running after 0.2 seconds; does its loop end?"
     assert re.fullmatch(r" +with guess \[\d.*\], choices \[\d.*\]", second)
+
+
+PURE = sorted(path.stem for path in (LESSONS / "solutions").glob("pure_*.py"))
+WITHOUT_TORCH = f"""
+import importlib, sys
+sys.modules.update(torch=None, minispec=None)  # importing them fails
+from site_judge import judge
+from inspect import getsource
+for name in {PURE}:
+    for task in importlib.import_module(f"solutions.{{name}}").TASKS:
+        imports = "import torch\\nfrom statistics import median"
+        print(judge(name[-2:], task.name, imports, getsource(task.solution)))
+"""
+
+
+def test_the_sites_exercises_need_no_torch(tmp_path):
+    shutil.copy(LESSONS / "site" / "judge.py", tmp_path / "site_judge.py")
+    environment = os.environ | {"PYTHONPATH": f"{LESSONS}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    out = subprocess.check_output(command, env=environment, text=True)
+    tasks = [key for key, task in TASKS.items() if ".pure_" in task.solution.__module__]
+    verdicts = [json.loads(line) for line in out.splitlines()]
+    assert [verdict["text"].split(": right (")[0] for verdict in verdicts] == [n for _, n in tasks]
+    assert all(verdict["right"] for verdict in verdicts) and {"00", "06", "10"} < {*dict(tasks)}
 
 
 def subtracts_lists(guess, choices):

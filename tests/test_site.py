@@ -1,7 +1,9 @@
 """The site that `make site` wrote to build/site: its links hold, and in a browser every page loads
 without errors or requests to elsewhere and fits a phone, in light and dark mode. A lesson hides its
-outputs until the reader has predicted, and judges the quiz."""
+outputs until the reader has predicted, judges the quiz, and runs exercises that need no torch."""
 
+import importlib.util
+import inspect
 import json
 import subprocess
 import sys
@@ -138,11 +140,11 @@ async function predict(page, url) {
   fields[0].value = "many";
   fields[1].value = ranges[fields[1].name].high + 1;
   for (const field of [...fields].slice(2)) field.value = ranges[field.name].low + 0.5;
-  press(".main");
+  press(".go");
   found.refused = seen(cells);
   found.faults = [...form.querySelectorAll(".fault")].map((fault) => fault.textContent);
   for (const field of fields) field.value = `${100 * ranges[field.name].low}%`;
-  press(".main");
+  press(".go");
   found.after = seen(cells);
   found.names = [...fields].map((field) => field.name);
   found.tables = [...page.querySelectorAll(".comparison")].map((table) =>
@@ -167,7 +169,7 @@ async function quiz(page, url) {
   const check = (answers) => {
     const form = page.querySelector("form.quiz");
     answers.forEach((answer, i) => { form.elements[`question${i}`].value = answer; });
-    form.querySelector(".main").click();
+    form.querySelector(".go").click();
     return [...look(), form.querySelector(".open").textContent];
   };
   found.open = check([]);
@@ -179,6 +181,33 @@ async function quiz(page, url) {
   found.again = look();
   page = await open(url);
   found.forgotten = look();
+  return found;
+}
+
+// Have answers judged one after the other (null: what the page shows); load the page again.
+async function exercises(url) {
+  const found = {}, given = EXERCISES[url];
+  let page = await open(url);
+  const forms = () => [...page.querySelectorAll("form.exercise")].map((form) =>
+    [form.querySelector("textarea"), form.querySelector(".verdict"), form]);
+  for (const [editor, verdict, form] of forms()) {
+    const name = editor.ariaLabel;
+    found[name] = { stub: editor.value, verdicts: [] };
+    for (const answer of given[name]) {
+      if (answer !== null) editor.value = answer;
+      editor.dispatchEvent(new Event("input"));
+      form.querySelector(".go").click();
+      while (!verdict.textContent.startsWith(name)) await new Promise((on) => setTimeout(on, 50));
+      found[name].verdicts.push(
+        { right: verdict.classList.contains("right"), text: verdict.textContent });
+    }
+  }
+  page = await open(url);
+  for (const [editor, , form] of forms()) {
+    found[editor.ariaLabel].kept = editor.value;
+    form.querySelector(".again").click();
+    found[editor.ariaLabel].again = editor.value;
+  }
   return found;
 }
 
@@ -196,6 +225,10 @@ async function visit(url) {
   for (const url of PAGES) {
     results[url] = await visit(url).catch((error) => ({ error: error.stack }));
   }
+  await fetch("/exercises");
+  for (const url of Object.keys(EXERCISES)) {
+    results[url].exercises = await exercises(url).catch((error) => ({ error: error.stack }));
+  }
   fetch("/results", { method: "POST", body: JSON.stringify(results) });
 })();
 </script>"""
@@ -205,7 +238,8 @@ class Handler(SimpleHTTPRequestHandler):
     """Serves the site and the harness, and takes the harness's results."""
 
     def do_GET(self):
-        if self.path != "/harness":
+        self.server.paths.append(self.path)
+        if self.path not in ("/harness", "/exercises"):
             return super().do_GET()
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
@@ -238,6 +272,26 @@ def answers_of(number: str) -> dict[str, list[str]]:
     return {"right": right, "wrong": wrong}
 
 
+ENDLESS = """def accept(guess, choices):
+    n = 0
+    while n < 1:
+        n += 0
+    return n, choices[n]
+"""
+
+
+def exercises_of(number: str) -> dict[str, list[str | None]]:
+    """What is judged for each of a lesson's exercises on the site; the solution is the last."""
+    return {
+        task.name: [None, f"def {task.name}(*given):\n    return -1\n"]
+        + [ENDLESS] * (number == "00") + [inspect.getsource(task.solution)]
+        for task in load_solutions(number).TASKS if ".pure_" in task.solution.__module__
+    }  # fmt: skip
+
+
+HAS_PYTHON = (SITE / "_static" / "python").exists()
+EXERCISES = {f"/lessons/{name}.html": exercises_of(name[:2]) for name in LESSONS if HAS_PYTHON}
+EXERCISES = {url: answers for url, answers in EXERCISES.items() if answers}
 ANSWERS = {f"/lessons/{name}.html": answers_of(name[:2]) for name in LESSONS}
 
 
@@ -249,7 +303,8 @@ def visited(pages, tmp_path_factory) -> dict[str, dict]:
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=SITE)) as server:
         server.harness = HARNESS.replace("PAGES", json.dumps(urls))
         server.harness = server.harness.replace("ANSWERS", json.dumps(ANSWERS))
-        server.results, server.finished = None, threading.Event()
+        server.harness = server.harness.replace("EXERCISES", json.dumps(EXERCISES))
+        server.paths, server.results, server.finished = [], None, threading.Event()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         command = [*browser(folder / "profile"), "--window-size=1400,1000",
                    f"http://127.0.0.1:{server.server_port}/harness"]  # fmt: skip
@@ -263,6 +318,8 @@ def visited(pages, tmp_path_factory) -> dict[str, dict]:
     here = f"http://127.0.0.1:{server.server_port}/"
     for result in server.results.values():
         result["elsewhere"] = [u for u in result.get("loaded", ()) if not u.startswith(here)]
+    before = server.paths[: server.paths.index("/exercises")]
+    assert not any("/python/" in path for path in before), "Python is loaded before it is needed"
     return server.results
 
 
@@ -331,3 +388,32 @@ def test_the_quiz_is_judged_as_in_the_notebook_and_kept(visited, name):
         assert found[kind] == [*verdicts, ""] and {v[:5] for v in verdicts} == {kind}
     assert found["kept"] == found["right"][:-1]
     assert found["again"] == found["forgotten"] == nothing
+
+
+def judge_exercise(*answer: str) -> dict:
+    """The verdict here of what the page's Python runs."""
+    spec = importlib.util.spec_from_file_location("judge", ROOT / "lessons" / "site" / "judge.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return json.loads(module.judge(*answer))
+
+
+@needs_browser
+@pytest.mark.skipif(not HAS_PYTHON, reason="the site was built without npm, so it has no Python")
+@pytest.mark.parametrize("name", LESSONS)
+def test_exercises_are_judged_on_the_page_as_in_the_notebook(visited, name):
+    url, number = f"/lessons/{name}.html", name[:2]
+    found = visited[url].get("exercises", {})
+    assert found.keys() == exercises_of(number).keys()
+    for task, (_, *answers) in EXERCISES.get(url, {}).items():
+        stub, *verdicts = found[task]["verdicts"]
+        assert stub == {"right": False, "text": f"{task}: not written yet"}
+        if ENDLESS in answers:
+            answers.remove(ENDLESS)
+            endless = verdicts.pop(1)["text"]
+            assert "still running after 20 seconds; does its loop end?\n    with guess [" in endless
+        imports = "from statistics import median"
+        assert verdicts == [judge_exercise(number, task, imports, answer) for answer in answers]
+        assert [verdict["right"] for verdict in verdicts] == [False, True]
+        assert found[task]["kept"] == answers[-1]
+        assert found[task]["again"] == found[task]["stub"] and f"def {task}(" in found[task]["stub"]

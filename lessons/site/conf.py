@@ -15,6 +15,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from docutils import nodes
 from latex2mathml.converter import convert
@@ -40,7 +41,7 @@ myst_url_schemes = {"http": None, "https": None, "site": "{{path}}"}
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_js_files = ["page.js", "predict.js", "quiz.js"]
+html_js_files = ["page.js", "exercise.js", "predict.js", "quiz.js"]
 html_math_renderer = "mathml"
 html_copy_source = html_show_copyright = False
 html_domain_indices = html_use_index = False
@@ -90,6 +91,10 @@ reports/*
 }
 COLAB = re.compile(r"\[!\[Open in Colab\]\([^)]*\)\]")  # its image is on another site
 RELATIVE_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)\s#]+")
+PYODIDE = ROOT / "build" / "pyodide" / "package"
+RUNTIME = [
+    "pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip"
+]  # fmt: skip
 shown = set()  # the files and folders that get a page because another page links to them
 
 
@@ -181,14 +186,41 @@ def add_lesson(app, name: str, template: str, context: dict, doctree) -> None:
             for prediction, ends in solutions.RANGES.items()
         }
         quiz = [asdict(question) for question in solutions.QUIZ]
-        data = json.dumps({"ranges": ranges, "quiz": quiz, "rounding": form.ROUNDING})
+        exercises = {
+            task.name: {
+                "number": number[1], "hints": task.hints,
+                "solution": inspect.getsource(task.solution).rstrip(),
+            }
+            for task in solutions.TASKS
+            if PYODIDE.exists() and task.solution.__module__.startswith("solutions.pure_")
+        }  # fmt: skip
+        data = json.dumps({"ranges": ranges, "quiz": quiz, "rounding": form.ROUNDING,
+                           "exercises": exercises})  # fmt: skip
         data = data.replace("<", r"\u003c")  # no end tag
         context["body"] += f'<script type="application/json" id="lesson">{data}</script>'
 
 
+def add_python(folder: Path) -> None:
+    """Copy Pyodide, which `make site` has fetched, and pack what it runs."""
+    if not PYODIDE.exists():
+        print("Without npm, exercises on the site are text: install npm", file=sys.stderr)
+        return
+    folder.mkdir()
+    for path in PYODIDE.iterdir():
+        if path.name in RUNTIME:
+            shutil.copy(path, folder)
+    lessons = ROOT / "lessons"
+    with ZipFile(folder / "lessons.zip", "w", ZIP_DEFLATED) as archive:
+        for path in (lessons / "form.py", lessons / "site" / "judge.py"):
+            archive.write(path, path.name)
+        for path in ((lessons / "solutions").glob("[_p]*.py")):
+            archive.write(path, f"solutions/{path.name}")
+
+
 def finish(app, error) -> None:
-    """Copy the gallery, and make the README the front page."""
+    """Copy the gallery and Python, and make the README the front page."""
     if not error:
+        add_python(app.outdir / "_static" / "python")
         shutil.copytree(ROOT / "lessons/gallery", app.outdir / "lessons/gallery",
                         dirs_exist_ok=True)  # fmt: skip
         shutil.copy(app.outdir / "README.html", app.outdir / "index.html")

@@ -1,4 +1,5 @@
-"""Hints, solutions, known wrong answers and checks of the lessons; see ../form.py."""
+"""Hints, solutions, known wrong answers and checks of the lessons; see ../form.py. What needs no
+torch is in pure_*.py."""
 
 import sys
 from pathlib import Path

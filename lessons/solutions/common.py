@@ -1,12 +1,11 @@
-"""What the checks of several lessons share: calls that must not change their arguments, random
-distributions and costs, a randomness that reports misuse, and the exact outcome of a round."""
+"""What the checks of several lessons share and needs torch: random distributions, a randomness that
+reports misuse, and the exact outcome of a round. For the rest, see pure.py."""
 
 import itertools
 import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -15,34 +14,15 @@ from torch import Tensor
 
 from minispec.certify.toys import every_outcome, total_variation
 from minispec.sampling import Randomness
-
-# ---- calls ---------------------------------------------------------------------------------------
-
-CHANGED = "it changes `{}`, which belongs to the caller"
-
-
-def call(function: Callable, *more, **arguments) -> object:
-    """Call a function with copies of `arguments`, which it must not change, and then `more`."""
-    copies = deepcopy(arguments)
-    answer = function(*copies.values(), *more)
-    for name, before in arguments.items():
-        if not same(copies[name], before):
-            raise Wrong(CHANGED.format(name))
-    return answer
-
-
-def same(a: object, b: object) -> bool:
-    if isinstance(b, Tensor):
-        return isinstance(a, Tensor) and torch.equal(a, b)
-    if isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
-def differ(a: object, b: object) -> float:
-    """The distance of outcomes that are either right or wrong."""
-    return float(a != b)
-
+from solutions.pure import (  # noqa: F401 (a lesson with torch imports all from here)
+    CHANGED,
+    call,
+    differ,
+    fastest,
+    random_costs,
+    speed,
+    speed_distance,
+)
 
 # ---- distributions -------------------------------------------------------------------------------
 
@@ -143,30 +123,3 @@ def probabilities_of_texts(p: dict[tuple[int, ...], Tensor], n: int) -> dict[tup
         text: math.prod(float(p[text[:i]][x]) for i, x in enumerate(text))
         for text in itertools.product(range(len(p[()])), repeat=n)
     }
-
-
-# ---- costs ---------------------------------------------------------------------------------------
-
-
-def random_costs(rng: random.Random, drafts: int) -> list[float]:
-    """The costs of rounds with 0 to `drafts` drafts. They rise in steps, so that more drafts may
-    pay though fewer do not."""
-    steps = [rng.choice([0.0, 0.02, rng.choice([0.5, 0.9])]) for _ in range(drafts)]
-    return [round(cost, 2) for cost in itertools.accumulate(steps, initial=1.0)]
-
-
-def speed(gains: list[float], costs: list[float], n: int) -> float:
-    """The expected tokens of a round with n drafts, per cost. gains[i] is the probability that the
-    draft with index i is accepted."""
-    return (1 + sum(gains[:n])) / costs[n]
-
-
-def fastest(gains: list[float], costs: list[float]) -> tuple[int, float]:
-    """The best number of drafts, and its speed."""
-    n = max(range(len(costs)), key=lambda n: speed(gains, costs, n))
-    return n, speed(gains, costs, n)
-
-
-def speed_distance(a: tuple[int, float], b: tuple[int, float]) -> float:
-    """Numbers of drafts that are equally fast are equally good."""
-    return abs(a[1] - b[1])

@@ -77,7 +77,7 @@ function predictionForm(names) {
                         element("input", { name, inputMode: "decimal", autocomplete: "off" }),
                         element("span", { className: "fault", role: "alert" })));
   }
-  form.append(button("main", "Show the outputs", "submit"),
+  form.append(button("go", "Show the outputs", "submit"),
               button("skip", "Show them without predicting"),
               button("again", "Hide them and predict again"));
   return form;

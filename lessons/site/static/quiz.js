@@ -8,7 +8,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const { quiz, rounding } = lesson();
   const form = element("form", { className: "quiz" }), answers = kept("answers");
   form.append(...quiz.map((question, i) => questionField(question, `question${i}`)),
-              button("main", "Check my answers", "submit"), button("again", "Start again"),
+              button("go", "Check my answers", "submit"), button("again", "Start again"),
               element("p", { className: "open", role: "status" }));
   input(cell).remove();
   output(cell).replaceChildren(form);
