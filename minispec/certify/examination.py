@@ -21,7 +21,6 @@ from minispec.remote.client import RequestError
 from minispec.remote.identity import largest_gap
 from minispec.sampling import Sampling
 
-TOP_K_1 = Sampling(1.0, top_k=1)  # sampling with a known outcome, that of greedy decoding
 FIRST_RUNS, MAX_RUNS = 100, 51_200  # the runs are doubled from the one to the other
 SUSPICIOUS, PATIENCE = 1e-3, 8  # with a smaller p-value, a row may take 8 times as long
 ROW_SECONDS = 600  # a row may always take so long
@@ -156,41 +155,6 @@ def evaluate(row: Row, exam: Examination, seconds: float) -> Result:
 # ---- greedy --------------------------------------------------------------------------------------
 
 
-def is_greedy(
-    exam: Examination, prompts: list[list[int]], n: int,
-    samplings: tuple[Sampling, ...] = (GREEDY, GREEDY, TOP_K_1),
-) -> Result:  # fmt: skip
-    """Check that every token is the most probable at its position, up to ties: twice, and with
-    top-k 1 if supported. With a baseline, check that the tokens equal the baseline's, up to ties.
-    The number of tokens is checked elsewhere."""
-    answers, ties, total = 0, 0, 0
-    for tokens, problem, differing in greedy_answers(exam, prompts, n, samplings):
-        if problem or not tokens:
-            return False, problem or "an answer has no tokens"
-        answers, ties, total = answers + 1, ties + differing, total + len(tokens)
-    lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-    return True, f"{answers} answers to prompts of {lengths} tokens; {ties} ties in {total} tokens"
-
-
-def greedy_answers(
-    exam: Examination, prompts: list[list[int]], n: int, samplings: tuple[Sampling, ...]
-) -> Iterator[tuple[list[int], str, int]]:
-    """Yield the tokens of each answer, what is wrong with them or "", and the number of ties. All
-    samplings but GREEDY are left out if they are not supported."""
-    for prompt in prompts:
-        plain = baseline_tokens(exam, prompt, n)
-        for sampling in samplings:
-            try:
-                tokens = exam.tokens(prompt, n, sampling)
-            except NotSupported:
-                if sampling == GREEDY:
-                    raise
-                continue
-            problem, differing, _ = difference(exam, prompt, tokens[:n], plain)
-            problem = problem and f"prompt of {len(prompt)}, {common.describe(sampling)}: {problem}"
-            yield tokens, problem, differing
-
-
 def baseline_tokens(exam: Examination, prompt: list[int], n: int) -> list[int] | None:
     return exam.baseline.batch([Request(prompt, n)])[0][:n] if exam.baseline else None
 
@@ -213,9 +177,6 @@ def difference(
     return where if gap >= exam.tolerance else "", int(differing), at
 
 
-# ---- limits --------------------------------------------------------------------------------------
-
-
 def wrong_end(tokens: list[int], n: int, eos_ids: tuple[int, ...]) -> str:
     """Describe what is wrong with the length of an answer, or return ""."""
     for i, token in enumerate(tokens[:-1]):
@@ -224,31 +185,6 @@ def wrong_end(tokens: list[int], n: int, eos_ids: tuple[int, ...]) -> str:
     if len(tokens) > n or (len(tokens) < n and not (tokens and tokens[-1] in eos_ids)):
         return f"{len(tokens)} tokens instead of {n}"
     return ""
-
-
-def keeps_lengths(exam: Examination, prompt: list[int], lengths: list[int]) -> Result:
-    """Check that answers of each length in turn have this length and are greedy."""
-    wrong = []
-    for n in lengths:
-        ((tokens, problem, _),) = greedy_answers(exam, [prompt], n, (GREEDY,))
-        if len(tokens) != n:
-            wrong.append(n)
-        elif problem:
-            return False, f"max_new_tokens {n}: {problem}"
-    if wrong:
-        return False, f"max_new_tokens {wrong[:4]} not respected"
-    return True, f"max_new_tokens {min(lengths)} to {max(lengths)} respected"
-
-
-def ends_correctly(exam: Examination, prompts: list[list[int]], n: int) -> Result:
-    """Check that greedy answers end after the first end token, and only there."""
-    ended, answers, eos_ids = 0, 0, exam.model.config.eos_ids
-    for tokens, problem, _ in greedy_answers(exam, prompts, n, (GREEDY, TOP_K_1)):
-        if problem := wrong_end(tokens, n, eos_ids) or problem:
-            return False, problem
-        answers += 1
-        ended += len(tokens) < n or tokens[-1] in eos_ids
-    return (True if ended else None), f"{ended} of {answers} greedy answers ended with an end token"
 
 
 # ---- samples -------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Requests drawn from the whole interface of a decoder, and the strata that they belong to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
@@ -22,6 +22,7 @@ FILTERS = {(False, False): "none", (True, False): "top-k", (False, True): "top-p
 POSITIONS = (0, 1), (1, 4), (4, 12), (12, 24), (24, 64), (64, END)
 PROMPT_LENGTHS = (1, 16), (16, 33), (33, 128), (128, END)
 LAST_ROWS = 8  # of the context
+FIRST_TURN, LATER_TURNS = "first turn", ("answer continued", "prompt repeated")
 BATCH_SIZES = 1, 2, 3, 5, 8, 24  # the last is more than most engines run at once
 
 
@@ -36,10 +37,16 @@ class Place:
     shortest: int = 0  # max_new_tokens, and the largest one:
     longest: int = LONGEST
     longest_prompt: int = END
+    served: int = END  # context of the decoder, if that is smaller than the model's
+    received: Callable[[list[int]], list[int]] = list  # a prompt, as the decoder receives it
 
     @property
     def model(self) -> Transformer:
         return self.exam.model
+
+    @property
+    def context(self) -> int:
+        return min(self.model.config.context, self.served)
 
     @cached_property
     def ids(self) -> list[int]:
@@ -52,7 +59,7 @@ class Place:
         """What the model likes to say. It often repeats itself, so that drafts are accepted."""
         if self.given:
             return self.given
-        room = min(64, self.model.config.context - 1)
+        room = min(64, self.context - 1)
         return [1, *decode(self.model, None, [1], max_new_tokens=room, ignore_eos=True).tokens]
 
 
@@ -62,7 +69,7 @@ class Asked:
 
     place: Place
     request: Request
-    turn: int = 0  # later ones continue an answer
+    turn: str = FIRST_TURN  # of a conversation, or one of LATER_TURNS
     batch: int = 1
 
     @property
@@ -78,9 +85,10 @@ class Asked:
             "all": "all tokens",
             "temperature": next(band) if sampling.temperature else "T=0",
             "filters": FILTERS[sampling.top_k > 0, sampling.top_p < 1],
-            "turns": "later turns" if self.turn else "first turn",
             "batches": f"{'several requests' if self.batch > 1 else 'one request'} in a call",
         }
+        if self.batch == 1:  # else others come between two turns
+            levels["turns"] = self.turn
         low, high = next(x for x in PROMPT_LENGTHS if x[0] <= len(prompt) < x[1])
         levels["prompts"] = f"{low} to {high - 1} tokens" if high < END else f"from {low} tokens"
         yield from ((kind, stratum, 0, n) for kind, stratum in levels.items())
@@ -89,7 +97,7 @@ class Asked:
                 name = f"tokens {low + 1} to {high}" if high < END else f"from token {low + 1}"
                 name = "first token" if high == 1 else name
                 yield "positions", name, low, min(high, n)
-        last = max(0, self.place.model.config.context - LAST_ROWS - len(prompt))
+        last = max(0, self.place.context - LAST_ROWS - len(prompt))
         if last < n:
             yield "end of the context", f"the last {LAST_ROWS} rows", last, n
         if n == 0:
@@ -131,21 +139,25 @@ def draw_length(rng: Random, place: Place, room: int) -> int:
 
 def conversation(rng: Random, place: Place, size: int) -> Iterator[list[Asked]]:
     """Yield batches of `size` requests for one to three turns; expects their answers."""
-    turns, config = rng.choice((1, 1, 2, 3)), place.model.config
-    most = config.context - 1 if turns == 1 else config.context // 4
+    turns, vocab = rng.choice((1, 1, 2, 3)), place.model.config.vocab_size
+    most = place.context - 1 if turns == 1 else place.context // 4
     most = min(most, place.longest_prompt)
-    talks = [(draw_prompt(rng, place, most), draw_sampling(rng, config.vocab_size))
+    talks = [(FIRST_TURN, draw_prompt(rng, place, most), draw_sampling(rng, vocab))
              for _ in range(size)]  # fmt: skip
-    for turn in range(turns):
+    for left in reversed(range(turns)):
         batch = []
-        for prompt, sampling in talks:
-            n = draw_length(rng, place, config.context - len(prompt))
-            n = n if turn == turns - 1 else min(n, config.context // 4)
-            request = Request(prompt, n, sampling, rng.getrandbits(31))
-            batch.append(Asked(place, request, turn, size))
+        for turn, prompt, sampling in talks:
+            prompt = place.received(prompt)
+            if 0 < len(prompt) < place.context:
+                n = draw_length(rng, place, place.context - len(prompt))
+                n = min(n, place.context // 4) if left else n
+                request = Request(prompt, n, sampling, rng.getrandbits(31))
+                batch.append(Asked(place, request, turn, size))
         answers = yield batch
-        more = rng.choices(place.ids, k=rng.choice((0, 0, 1, 3)))
-        talks = [([*prompt, *answer, *more] if rng.random() < 0.7 else prompt,
-                  sampling if rng.random() < 0.5 else draw_sampling(rng, config.vocab_size))
-                 for (prompt, sampling), answer in zip(talks, answers)]  # fmt: skip
-        talks = [(prompt, x) for prompt, x in talks if len(prompt) < config.context]
+        more, talks = rng.choices(place.ids, k=rng.choice((0, 0, 1, 3))), []
+        for asked, answer in zip(batch, answers):
+            prompt, _, sampling, _ = asked.request
+            turn = rng.choices(LATER_TURNS, (0.7, 0.3))[0]
+            prompt = [*prompt, *answer, *more] if turn == LATER_TURNS[0] else prompt
+            sampling = sampling if rng.random() < 0.5 else draw_sampling(rng, vocab)
+            talks.append((turn, prompt, sampling))

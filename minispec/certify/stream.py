@@ -4,7 +4,7 @@ and are sampled tokens unbiased?"""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -16,8 +16,15 @@ from minispec.certify import evidence
 from minispec.certify.common import Failed, NotSupported, Result
 from minispec.certify.conventions import Order
 from minispec.certify.evidence import LIMIT, NOISE, ORDERS, REPEATS, WARPS, Evidence, Stratum
-from minispec.certify.examination import Examination, baseline_tokens, difference, wrong_end
-from minispec.certify.requests import Asked, Place, conversation
+from minispec.certify.examination import (
+    Examination,
+    Row,
+    baseline_tokens,
+    difference,
+    select,
+    wrong_end,
+)
+from minispec.certify.requests import FIRST_TURN, LATER_TURNS, Asked, Place, conversation
 from minispec.certify.statistics import ALARM
 from minispec.remote.client import RequestError
 from minispec.sampling import Sampling
@@ -66,6 +73,7 @@ class Stream:
     seen: dict[tuple[str, str, str], Seen] = field(default_factory=lambda: defaultdict(Seen))
     impossible: dict[tuple[Stratum, int], dict] = field(default_factory=dict)
     unsupported: dict[tuple, str] = field(default_factory=dict)  # kind of request -> reason
+    incomplete: list[str] = field(default_factory=list)  # reasons of answers that were broken off
     confirmed: dict[Stratum, str] = field(default_factory=dict)
     unsure: dict[Stratum, str] = field(default_factory=dict)
     plain: "Stream | None" = None  # the same requests to the baseline
@@ -108,8 +116,8 @@ class Stream:
     def strata(self, asked: Asked) -> Iterator[tuple[str, str, str, int, int]]:
         """Yield the strata of a request whose rows are wanted, with their checks."""
         found = list(asked.strata())
-        if not asked.turn:  # it may be continued
-            found.append(("turns", "later turns", 0, 0))
+        if asked.turn == FIRST_TURN and asked.batch == 1:  # others may follow
+            found += [("turns", turn, 0, 0) for turn in LATER_TURNS]
         noise = [("all", name, 0, asked.request.n) for name in PAIRS]
         checks = {"limits": found, "greedy": found} if asked.certain else {
             "limits": found, "sampled": found + noise}
@@ -135,19 +143,29 @@ class Stream:
         self.asked += len(batch)
         try:
             answers = exam.decoder.batch([asked.request for asked in batch])
-        except NotSupported as error:
-            if len(batch) > 1:
-                return [self.ask([asked])[0] for asked in batch]
-            self.unsupported[features(batch[0])] = f"not supported: {error}"
-            return [[]]
-        except (Failed, RequestError) as error:
-            if getattr(error, "kind", "") in ("lost", "incomplete"):
-                raise
-            for asked in batch:
+        except (NotSupported, Failed, RequestError) as error:
+            return self.unanswered(batch, error)
+        return [self.judge(asked, tokens) for asked, tokens in zip(batch, answers, strict=True)]
+
+    def unanswered(self, batch: list[Asked], error: Exception) -> list[list[int]]:
+        """Record why a batch has no answers. Only one request may be the reason."""
+        if (kind := getattr(error, "kind", "")) == "lost":
+            raise error
+        failed = kind != "incomplete" and not isinstance(error, NotSupported)
+        wrong = getattr(error, "request", None)
+        if not failed and len(batch) > 1:
+            return [self.ask([asked])[0] for asked in batch]
+        for asked in batch:
+            if failed and wrong not in (None, asked.request):
+                continue  # it was answered, or might have been
+            if failed:
                 for check in "greedy" if asked.certain else "sampled", "limits":
                     self.record(check, asked, [], str(error))
-            return [[] for _ in batch]
-        return [self.judge(asked, tokens) for asked, tokens in zip(batch, answers, strict=True)]
+            elif kind:
+                self.incomplete.append(str(error))
+            else:
+                self.unsupported[features(asked)] = f"not supported: {error}"
+        return [[] for _ in batch]
 
     # ---- judging ---------------------------------------------------------------------------------
 
@@ -188,7 +206,8 @@ class Stream:
                at: int | None = None, ties: int = 0) -> None:  # fmt: skip
         """Count an answer in its strata; a problem only in those that hold its token `at`."""
         for its_check, kind, name, first, end in self.strata(asked):
-            if its_check == check and name not in PAIRS and (name != "later turns" or asked.turn):
+            later = kind == "turns" and name != asked.turn
+            if its_check == check and name not in PAIRS and not later:
                 seen = self.seen[check, kind, name]
                 seen.answers, seen.ties = seen.answers + 1, seen.ties + ties
                 seen.tokens += len(tokens[first:end])
@@ -244,6 +263,25 @@ def features(asked: Asked) -> tuple:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
+def drawn_rows(
+    kinds: dict[str, tuple[str, ...]], only: str, places: Callable[[], list[Place]],
+    sizes: tuple[int, ...], most: float, weight: float,
+) -> list[Row]:  # fmt: skip
+    """Return the rows about drawn requests that `only` selects, of the `kinds` of strata for each
+    check. The first to be judged takes the time of all."""
+    rows = [Row(check, kind, None, judge_row, compared=check != "limits")
+            for check in kinds for kind in kinds[check]
+            if kind != "batches" or len(sizes) > 1]  # fmt: skip
+    rows = select(rows, only)
+    if not rows:
+        return []
+    stream = Stream(places(), {(row.check, row.case) for row in rows}, sizes, most)
+    stream.plain = stream.of_baseline()
+    return [row._replace(exam=stream.places[0].exam, arguments=(stream, row.check, row.case),
+                         weight=weight * (i == 0)) for i, row in enumerate(rows)]
+
+
+
 def judge_row(exam: Examination, stream: Stream, check: str, kind: str) -> Result:
     """Judge one kind of strata by what the stream has shown. Sampled tokens are compared with our
     model also if there is a baseline, as far as the baseline itself agrees with it."""
@@ -265,13 +303,17 @@ def judge_strata(exam: Examination, stream: Stream, check: str, kind: str) -> Re
         if x.problem:
             exam.evidence.update(x.request)
             return False, f"{name}: {x.problem}"
+    reasons = [*stream.unsupported.values(), *stream.incomplete]
     if not seen:
-        return None, next(iter(stream.unsupported.values()), "not enough time: no such request")
+        return None, next(iter(reasons), "not enough time: no such request")
     if check == "sampled":
         return judge_samples(exam, stream, [(kind, name) for name in seen])
     listed = ", ".join(f"{name} {x.answers}" for name, x in seen.items())
     ties, tokens = (max(getattr(x, name) for x in seen.values()) for name in ("ties", "tokens"))
-    return True, f"answers: {listed}" + f"; {ties} ties in {tokens} tokens" * (check == "greedy")
+    listed += f"; {ties} ties in {tokens} tokens" * (check == "greedy")
+    if stream.incomplete:
+        listed += f"; not judged: {len(stream.incomplete)} ({stream.incomplete[0]})"
+    return True, f"answers: {listed}"
 
 
 def judge_samples(exam: Examination, stream: Stream, strata: list[Stratum]) -> Result:

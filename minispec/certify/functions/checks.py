@@ -22,7 +22,7 @@ from minispec.certify.near_ties import compare_near_ties
 from minispec.certify.requests import BATCH_SIZES, Place
 from minispec.certify.scoring import Scores, Tokens, Warp
 from minispec.certify.statistics import Distribution
-from minispec.certify.stream import KINDS, Stream, judge_row
+from minispec.certify.stream import KINDS, drawn_rows
 from minispec.checkpoints.load import load
 from minispec.model import Transformer
 from minispec.sampling import Sampling
@@ -102,20 +102,12 @@ class Cases:
         return examination.select(rows, only)
 
     def drawn_rows(self, only: str, checks: tuple[str, ...]) -> list[Row]:
-        """Return the rows about drawn requests. The first to be judged takes the time of all."""
         sizes = BATCH_SIZES if hasattr(self.decoder.impl, "many") else (1,)
-        rows = [Row(check, kind, None, judge_row, compared=check != "limits")
-                for check in KINDS if check in checks for kind in KINDS[check]
-                if kind != "batches" or len(sizes) > 1]  # fmt: skip
-        rows = examination.select(rows, only)
-        if not rows:
-            return []
-        places = [self.place(i) for i in range(len(toy.POOL))]
-        names = {(row.check, row.case) for row in rows}
-        stream = Stream(places, names, sizes, self.limits.requests)
-        stream.plain = stream.of_baseline()
-        return [row._replace(exam=places[0].exam, arguments=(stream, row.check, row.case),
-                             weight=DRAWN_WEIGHT * (i == 0)) for i, row in enumerate(rows)]
+        kinds = {check: KINDS[check] for check in KINDS if check in checks}
+        return drawn_rows(kinds, only, self.places, sizes, self.limits.requests, DRAWN_WEIGHT)
+
+    def places(self) -> list[Place]:
+        return [self.place(i) for i in range(len(toy.POOL))]
 
     def place(self, i: int) -> Place:
         """Write a checkpoint at which requests are drawn. Its end tokens are such that its own text

@@ -2,26 +2,31 @@
 
 import time
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 
 from minispec.certify import examination
-from minispec.certify.common import GREEDY, NotSupported, Result, Verdict, describe, drafting_result
-from minispec.certify.examination import Request, Row, is_greedy, keeps_lengths, samples_fit
+from minispec.certify.common import NotSupported, Result, Verdict, describe, drafting_result
+from minispec.certify.examination import Request, Row, samples_fit
 from minispec.certify.near_ties import compare_texts
 from minispec.certify.requests import BATCH_SIZES, Place
 from minispec.certify.servers import context
 from minispec.certify.servers.context import ANSWER_TOKENS, ServerContext, ServerDecoder
-from minispec.certify.stream import Stream, judge_row
+from minispec.certify.stream import drawn_rows
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.model import Transformer
 from minispec.remote.client import RequestError, Server
 from minispec.remote.identity import greedy_answer, logprob_differences, mismatch
 from minispec.sampling import Sampling
 
-SERVER_CHECKS = "greedy", "load", "limits", "sampled", "distribution"
-DRAWN_KINDS = "all", "temperature", "filters", "prompts", "turns", "batches"
-DRAWN_SHARE, DRAWN_PROMPT = 0.3, 300  # of the requests; the longest drawn prompt
+SERVER_CHECKS = "greedy", "limits", "sampled", "distribution"
+DRAWN_KINDS = {  # of strata of drawn requests, by check
+    "greedy": ("all", "filters", "prompts", "turns", "batches"),
+    "limits": ("all", "turns", "batches"),
+    "sampled": ("all", "temperature", "filters", "prompts", "turns", "batches"),
+}  # fmt: skip
+DRAWN_SHARE, LONGEST_DRAWN = 0.3, 300  # of the requests; tokens of a drawn prompt
 REQUESTS = 3000  # the approximate number of requests, by default
 SAMPLE_TOKENS, MIN_ANSWERS = 8, 60  # tokens per sampled answer; answers per sampling
 HIGH_TEMPERATURE = Sampling(1.5)
@@ -52,7 +57,7 @@ def check_server(
     ctx.choose_prompts(prompts)
     ctx.tolerance = context.tolerance_of(precision, model, ctx.prompts)
     is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
-    requested = (row for row in rows(ctx, samplings, only) if row.check in checks)
+    requested = (row for row in rows(ctx, checks, samplings, only) if row.check in checks)
     selected = examination.select(requested, only)
     before = server.draft_counts()
     try:
@@ -68,40 +73,28 @@ def check_server(
     yield Verdict("drafts", f"in {server.requests} requests", *result)
 
 
-def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], only: str) -> Iterator[Row]:
-    for kind, prompts in ctx.prompts.items():
-        yield Row("greedy", kind, ctx, is_greedy, (prompts, ANSWER_TOKENS))
+def rows(
+    ctx: ServerContext, checks: tuple[str, ...], samplings: tuple[Sampling, ...], only: str
+) -> Iterator[Row]:
     every = [ids for prompts in ctx.prompts.values() for ids in prompts]
+    given = [token for ids in every for token in ids][:1000]
+    place = Place(ctx, None, {}, given, 1, ANSWER_TOKENS, LONGEST_DRAWN, ctx.context,
+                  ctx.as_received)  # fmt: skip
+    drawn = DRAWN_KINDS.keys() & set(checks) if ctx.has_ids else {"greedy"}
+    kinds = {check: DRAWN_KINDS[check] for check in DRAWN_KINDS if check in drawn}
+    most = int(DRAWN_SHARE * ctx.requests / len(ctx.servers))
+    yield from drawn_rows(kinds, only, lambda: [place], BATCH_SIZES, most, 3.0)
     yield Row("bits", "all prompts", ctx, compare_texts, (every, ANSWER_TOKENS), False)
-    mixed = f"{context.CONCURRENCY} concurrent, mixed temperatures"
-    yield Row("load", mixed, ctx, handles_load, (), False)
     if not ctx.has_ids:
         for check in "limits", "sampled", "distribution":
             yield Row(check, "all", ctx, needs_ids, (), False)
         return
-    yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
-    yield Row("limits", "end of greedy answers", ctx, ends_are_right, (), False)
     for end in ctx.model.config.eos_ids:
         yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
     yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
-    yield from drawn_rows(ctx, only)
     yield Row("distribution", "seeds", ctx, seeds_work, (), False)
     for sampling in samplings:
         yield Row("distribution", describe(sampling), ctx, fits, (sampling, ctx), weight=1.0)
-
-
-def drawn_rows(ctx: ServerContext, only: str) -> Iterator[Row]:
-    """Drawn requests, as to functions; of a server only the sampled tokens are judged by them."""
-    given = [token for prompts in ctx.prompts.values() for ids in prompts for token in ids]
-    place = Place(ctx, None, {}, given[:1000], 1, ANSWER_TOKENS, DRAWN_PROMPT)
-    rows = [Row("sampled", kind, ctx, judge_row) for kind in DRAWN_KINDS if ctx.accepts_ids]
-    rows = examination.select(rows, only)
-    kinds = {(row.check, row.case) for row in rows}
-    most = int(DRAWN_SHARE * ctx.requests / len(ctx.servers))
-    stream = Stream([place], kinds, BATCH_SIZES, most)
-    stream.plain = stream.of_baseline()
-    for i, row in enumerate(rows):  # the first to be judged takes the time of all
-        yield row._replace(arguments=(stream, "sampled", row.case), weight=3.0 * (i == 0))
 
 
 def needs_ids(ctx: ServerContext) -> Result:
@@ -124,29 +117,19 @@ def is_this_model(ctx: ServerContext) -> Result:
 # ---- limits --------------------------------------------------------------------------------------
 
 
-def lengths_are_right(ctx: ServerContext) -> Result:
-    """Check that answers have exactly max_tokens tokens if no end token comes."""
-    return keeps_lengths(ctx, ctx.long_answer()[0], [*range(1, 12)])
-
-
-def ends_are_right(ctx: ServerContext) -> Result:
-    """Check that answers end after the first end token: if some so far have one, only those."""
-    answers, eos_ids = ctx.greedy_answers(), ctx.model.config.eos_ids
-    ending = [ids for ids, tokens in answers if not set(eos_ids).isdisjoint(tokens)]
-    prompts = ending or [ids for ids, _ in answers]
-    return examination.ends_correctly(ctx, prompts[:8], ANSWER_TOKENS)
-
-
 def obeys_eos(ctx: ServerContext, end: int) -> Result:
     """Check that an answer ends at once if logit_bias makes this end token the best."""
-    ids, before = ctx.long_answer()
-    bias = {str(end): 100}
-    ctx.remember(Request(ids, 4), logit_bias=bias)
-    answer = ctx.decoder.ask(Request(ids, 4), logit_bias=bias)
-    if answer.tokens[:1] == before[:1]:
-        raise NotSupported("logit_bias has no effect")
-    passed = answer.ended and not answer.tokens
-    return passed, "ends the answer" if passed else f"continues: {answer.tokens}"
+    bias, eos_ids = {str(end): 100}, ctx.model.config.eos_ids
+    for ids in chain(*ctx.prompts.values()):
+        before = ctx.tokens(ids, 4)
+        if before and before[0] not in eos_ids:
+            ctx.remember(Request(ids, 4), logit_bias=bias)
+            answer = ctx.decoder.ask(Request(ids, 4), logit_bias=bias)
+            if answer.tokens[:1] == before[:1]:
+                raise NotSupported("logit_bias has no effect")
+            passed = answer.ended and not answer.tokens
+            return passed, "ends the answer" if passed else f"continues: {answer.tokens}"
+    raise NotSupported("every answer ends at once")
 
 
 def logprobs_match(ctx: ServerContext) -> Result:
@@ -160,31 +143,12 @@ def logprobs_match(ctx: ServerContext) -> Result:
     return worst < ctx.tolerance, f"at most {worst:.2g} from ours, for {len(differences)} tokens"
 
 
-def handles_load(ctx: ServerContext) -> Result:
-    """Check that greedy answers stay correct while others are sampled concurrently."""
-    prompts = [ids for kind in ctx.prompts.values() for ids in kind][:16]
-    samplings = GREEDY, HIGH_TEMPERATURE
-    requests = [Request(ids, ANSWER_TOKENS, s) for ids in prompts for s in samplings]
-    answers, ties = ctx.decoder.batch(requests), 0
-    for request, tokens in list(zip(requests, answers))[::2]:  # the greedy ones
-        plain = examination.baseline_tokens(ctx, request.prompt, request.n)
-        kept = tokens[: request.n]
-        problem, differing, _ = examination.difference(ctx, request.prompt, kept, plain)
-        if ctx.has_ids:
-            problem = examination.wrong_end(tokens, request.n, ctx.model.config.eos_ids) or problem
-        if problem:
-            ctx.remember(request, tokens=tokens)
-            return False, f"prompt of {len(request.prompt)} tokens: {problem}"
-        ties += differing
-    return True, f"{len(prompts)} greedy and {len(prompts)} sampled answers; {ties} ties"
-
-
 # ---- samples -------------------------------------------------------------------------------------
 
 
 def seeds_work(ctx: ServerContext) -> Result:
     """Check that answers differ between seeds, and whether equal seeds give equal answers."""
-    ids, seeds = ctx.long_answer()[0], (1, 1, *range(2, 8))
+    ids, seeds = ctx.sampled_prompt, (1, 1, *range(2, 8))
     samples = [tuple(ctx.tokens(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, seed)) for seed in seeds]
     if len(set(samples)) == 1:
         return False, "the same answer for every seed: nothing is sampled"

@@ -11,7 +11,7 @@ from itertools import accumulate, cycle, islice
 import torch
 from tqdm import tqdm
 
-from minispec.certify.common import GREEDY, NotSupported
+from minispec.certify.common import NotSupported
 from minispec.certify.compare import TIE
 from minispec.certify.examination import Examination, Request
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -29,13 +29,12 @@ CONCURRENCY = 8  # requests at a time
 
 @dataclass(frozen=True)
 class ServerDecoder:
-    """A server, as a decoder under examination. It remembers its greedy answers."""
+    """A server, as a decoder under examination."""
 
     server: Server
     model: Transformer  # in float64
     tokenizer: Tokenizer | None
     end: float  # nothing is requested after this time.monotonic()
-    greedy: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # prompt -> tokens
 
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens for several requests, which are sent concurrently."""
@@ -43,10 +42,8 @@ class ServerDecoder:
         bar = tqdm(answers, "requests", len(requests), leave=False, disable=None, delay=5)
         found = []
         for i, answer in list(bar):
-            prompt, n, sampling, _ = requests[i]
+            prompt, n, *_ = requests[i]
             found.append(self.with_end(prompt, n, answer))
-            if (n, sampling) == (ANSWER_TOKENS, GREEDY):
-                self.greedy.setdefault(tuple(prompt), found[-1])
         return found
 
     def ask(self, request: Request, **fields) -> Answer:
@@ -61,6 +58,7 @@ class ServerDecoder:
         except RequestError as error:
             if fields and error.kind == "rejected":
                 raise NotSupported(f"{', '.join(fields)} ({error})") from None
+            error.request = request
             raise
 
     def with_end(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
@@ -100,6 +98,10 @@ class ServerContext(Examination):
         return all(server.returns_ids for server in self.servers)
 
     @property
+    def context(self) -> int:
+        return min(server.context for server in self.servers)
+
+    @property
     def accepts_ids(self) -> bool:
         return all(server.accepts_ids for server in self.servers)
 
@@ -111,7 +113,7 @@ class ServerContext(Examination):
 
     def choose_prompts(self, candidates: dict[str, list[list[int]]]) -> None:
         """Set the prompts to those that fit into the context."""
-        context = min(self.model.config.context, *(server.context for server in self.servers))
+        context = min(self.model.config.context, self.context)
         for kind, prompts in candidates.items():
             received = [self.as_received(ids) for ids in prompts]
             if fitting := [ids for ids in received if 0 < len(ids) <= context - ANSWER_TOKENS]:
@@ -132,21 +134,6 @@ class ServerContext(Examination):
                     p = probs(self.model.logits(self.model(prompt)[0, -1:]), Sampling(1.0))[0]
                     candidates.append((abs(float(p[ids[n]]) - 0.5), prompt))
         return min(candidates)[1]
-
-    def greedy_answers(self) -> list[tuple[list[int], list[int]]]:
-        """Return all prompts so far with their greedy answers; request some if there are none."""
-        if not self.decoder.greedy:
-            for prompts in self.prompts.values():
-                for ids in prompts[:2]:
-                    self.decoder.batch([Request(ids, ANSWER_TOKENS)])
-        return [(list(prompt), tokens) for prompt, tokens in self.decoder.greedy.items()]
-
-    def long_answer(self) -> tuple[list[int], list[int]]:
-        """Return a prompt whose greedy answer has full length, and that answer."""
-        for ids, tokens in self.greedy_answers():
-            if len(tokens) >= ANSWER_TOKENS and tokens[-1] not in self.model.config.eos_ids:
-                return ids, tokens
-        raise NotSupported(f"no greedy answer has {ANSWER_TOKENS} tokens")
 
 
 # ---- prompts -------------------------------------------------------------------------------------
