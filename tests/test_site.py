@@ -203,8 +203,8 @@ async function exercises(url) {
     }
   }
   page = await open(url);
-  for (const [editor, , form] of forms()) {
-    found[editor.ariaLabel].kept = editor.value;
+  for (const [editor, verdict, form] of forms()) {
+    found[editor.ariaLabel].kept = [editor.value, verdict.textContent];
     form.querySelector(".again").click();
     found[editor.ariaLabel].again = editor.value;
   }
@@ -415,5 +415,5 @@ def test_exercises_are_judged_on_the_page_as_in_the_notebook(visited, name):
         imports = "from statistics import median"
         assert verdicts == [judge_exercise(number, task, imports, answer) for answer in answers]
         assert [verdict["right"] for verdict in verdicts] == [False, True]
-        assert found[task]["kept"] == answers[-1]
+        assert found[task]["kept"] == [answers[-1], verdicts[-1]["text"]]
         assert found[task]["again"] == found[task]["stub"] and f"def {task}(" in found[task]["stub"]

@@ -21,7 +21,7 @@ from docutils import nodes
 from latex2mathml.converter import convert
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import TextLexer, get_lexer_for_filename
+from pygments.lexers import PythonLexer, TextLexer, get_lexer_for_filename
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "lessons")]
@@ -177,6 +177,12 @@ def mathml(writer, node) -> None:
     raise nodes.SkipNode
 
 
+def source_of(*things) -> str:
+    """Return the source of functions or classes as HTML."""
+    text = "\n".join(map(inspect.getsource, things)).rstrip()
+    return highlight(text, PythonLexer(), HtmlFormatter())
+
+
 def add_lesson(app, name: str, template: str, context: dict, doctree) -> None:
     """Give a lesson's page what its scripts need, see page.js."""
     if number := re.match(r"lessons/(\d\d)_", name):
@@ -189,7 +195,7 @@ def add_lesson(app, name: str, template: str, context: dict, doctree) -> None:
         exercises = {
             task.name: {
                 "number": number[1], "hints": task.hints,
-                "solution": inspect.getsource(task.solution).rstrip(),
+                "solution": source_of(task.solution), "source": source_of(*task.shows),
             }
             for task in solutions.TASKS
             if PYODIDE.exists() and task.solution.__module__.startswith("solutions.pure_")

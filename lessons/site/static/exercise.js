@@ -18,7 +18,7 @@ document.addEventListener("DOMContentLoaded", () => {
   }
 });
 
-function exercise(name, stub, { number, hints, solution, imports }) {
+function exercise(name, stub, { number, hints, solution, source, imports }) {
   const editor = element("textarea", {
     value: kept("code")[name] ?? stub, spellcheck: false, autocapitalize: "off", ariaLabel: name,
   });
@@ -31,23 +31,29 @@ function exercise(name, stub, { number, hints, solution, imports }) {
     verdict, help);
   const onClick = (kind, act) => form.querySelector(kind).addEventListener("click", act);
   const fit = () => { editor.rows = editor.value.split("\n").length + 1; };
+  const show = ({ right, text }) => {
+    verdict.textContent = text;
+    verdict.classList.toggle("right", right);
+    if (right) showSource(name, source);
+  };
   const edited = () => {
     fit();
-    verdict.textContent = "";
+    show({ right: false, text: "" });
     keep("code", { ...kept("code"), [name]: editor.value });
+    keep("verdicts", { ...kept("verdicts"), [name]: undefined });
   };
   fit();
+  show(kept("verdicts")[name] ?? { right: false, text: "" });
   editor.addEventListener("input", edited);
   editor.addEventListener("keydown", indent);
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const check = form.querySelector(".go");
     check.disabled = true;
-    verdict.className = "verdict";
-    verdict.textContent = "Python is running …";
-    const { right, text } = await judged(number, name, imports.join("\n"), editor.value);
-    verdict.textContent = text;
-    verdict.classList.toggle("right", right);
+    show({ right: false, text: "Python is running …" });
+    const found = await judged(number, name, imports.join("\n"), editor.value);
+    show(found);
+    keep("verdicts", { ...kept("verdicts"), [name]: found });
     check.disabled = false;
   });
   onClick(".hint", () => {
@@ -56,7 +62,7 @@ function exercise(name, stub, { number, hints, solution, imports }) {
     form.querySelector(".hint").disabled = n + 1 >= hints.length;
   });
   onClick(".solution", () => {
-    if (!help.querySelector("pre")) help.append(element("pre", { textContent: solution }));
+    if (!help.querySelector("pre")) help.append(element("div", { innerHTML: solution }));
   });
   onClick(".again", () => {
     editor.value = stub;
@@ -65,6 +71,12 @@ function exercise(name, stub, { number, hints, solution, imports }) {
     form.querySelector(".hint").disabled = false;
   });
   return form;
+}
+
+// As in the notebook, what the package does is shown once the answer is right.
+function showSource(name, source) {
+  const cell = cells().find((cell) => new RegExp(`^source\\(${name}\\)$`, "m").test(code(cell)));
+  if (cell) output(cell).replaceChildren(element("div", { innerHTML: source }));
 }
 
 // Enter continues the line's indentation, by four more after a colon. Tab indents; Escape and then

@@ -2,6 +2,14 @@
 // the lesson's solutions: ranges of predictions, the quiz, and the tasks that need no torch.
 "use strict";
 
+document.addEventListener("DOMContentLoaded", () => {
+  for (const picture of document.querySelectorAll(".cell_output > img")) { // scrolls alone
+    const box = element("div");
+    picture.replaceWith(box);
+    box.append(picture);
+  }
+});
+
 function lesson() { return JSON.parse(document.getElementById("lesson").textContent); }
 
 // What the browser keeps of this page under a name: an object, {} if there is nothing.
