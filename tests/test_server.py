@@ -263,7 +263,8 @@ def test_sampled_tokens_of_drawn_requests_are_judged(server_class, passed):
     found = examine(letter_server(server_class), requests=700, only="sampled: temperature")
     (row,) = (v for v in found if v.check == "sampled")
     assert row.passed is passed and row.detectable_tv, row
-    assert passed or "biased: " in row.detail
+    assert passed or re.search("biased: .* bin .* times instead of", row.detail)
+    assert passed or row.evidence["tokens"]
 
 
 @pytest.mark.parametrize(

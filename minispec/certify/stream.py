@@ -15,7 +15,7 @@ import numpy as np
 from minispec.certify import evidence
 from minispec.certify.common import Failed, NotSupported, Result
 from minispec.certify.conventions import Order
-from minispec.certify.evidence import LIMIT, NOISE, ORDERS, REPEATS, WARPS, Evidence, Stratum
+from minispec.certify.evidence import BINS, LIMIT, NOISE, ORDERS, REPEATS, WARPS, Evidence, Stratum
 from minispec.certify.examination import (
     Examination,
     Row,
@@ -74,7 +74,9 @@ class Stream:
     impossible: dict[tuple[Stratum, int], dict] = field(default_factory=dict)
     unsupported: dict[tuple, str] = field(default_factory=dict)  # kind of request -> reason
     incomplete: list[str] = field(default_factory=list)  # reasons of answers that were broken off
-    confirmed: dict[Stratum, str] = field(default_factory=dict)
+    # while a suspicion is confirmed: an answer with a token in the stratum, by order and bin
+    examples: dict[tuple[Stratum, int, int], dict] = field(default_factory=dict)
+    confirmed: dict[Stratum, tuple[str, dict]] = field(default_factory=dict)  # with an example
     unsure: dict[Stratum, str] = field(default_factory=dict)
     plain: "Stream | None" = None  # the same requests to the baseline
 
@@ -194,6 +196,12 @@ class Stream:
         """Add sampled tokens to the evidence, and note those that are impossible."""
         scored = evidence.score(asked, tokens, self.noise)
         self.evidence.add(asked, scored)
+        bins = (scored.u[0] * BINS).astype(int)  # (orders, n)
+        for kind, name, first, end in asked.strata() if self.goals else ():
+            for order, row in enumerate(bins[:, first:end]):
+                for bin in set(row.tolist()):
+                    place = (kind, name), order, bin
+                    self.examples.setdefault(place, self.describe(asked, tokens))
         for convention, at in enumerate(scored.impossible):
             if at is not None:
                 where = f"token {at + 1} of an answer is {tokens[at]}, which has probability 0"
@@ -245,12 +253,22 @@ class Stream:
                 p = fresh.evidence.p_values(x)[order]
                 text = f"p = {p:.1e} (limit {limit:.0e}) of {fresh.evidence.tokens(x)} fresh tokens"
                 if p < limit:
-                    self.confirmed.setdefault(x, text)
+                    counts = [] if x == REPEATS else fresh.evidence.counts[x][0, order].tolist()
+                    fullest = counts.index(max(counts)) if counts else 0
+                    example = fresh.examples.get((x, order, fullest), {}) | {"bins": counts}
+                    self.confirmed.setdefault(x, (text, example))
                     fresh.goals.pop(x, None)
                 elif fresh.evidence.tokens(x) < fresh.goals[x]:
                     self.unsure[x] = text
                 else:
                     self.unsure.pop(x, None)
+
+
+def fullest_bin(counts: list[int]) -> str:
+    if not counts:
+        return ""
+    most, expected = max(counts), sum(counts) / BINS
+    return f"; bin {counts.index(most) + 1} of {BINS} {most} times instead of {expected:.0f}"
 
 
 def features(asked: Asked) -> tuple:
@@ -341,8 +359,9 @@ def judge_samples(exam: Examination, stream: Stream, strata: list[Stratum]) -> R
             passed, detail = False, f"{x[1]}: {request['problem']}"
             break
         if x in stream.confirmed:
-            exam.evidence["bins"] = stream.evidence.counts[x][0].tolist()
-            passed, detail = False, f"biased: {where}, and {stream.confirmed[x]}"
+            text, example = stream.confirmed[x]
+            exam.evidence.update(example)
+            passed, detail = False, f"biased: {where}, and {text}{fullest_bin(example['bins'])}"
     explained = exam.conventions.resolve(ANY_ORDER, (passed and not problems, detail), test)
     if problems and explained[0] is False and passed:
         return (None if any(x in stream.unsure for x in problems) else True), detail
