@@ -184,6 +184,20 @@ async function quiz(page, url) {
   return found;
 }
 
+// Enter and Tab in an editor, then Escape and Tab, which leaves it. Its value comes back.
+function type(editor) {
+  const press = (key) => editor.dispatchEvent(
+    new frame.contentWindow.KeyboardEvent("keydown", { key, cancelable: true }));
+  const before = editor.value;
+  editor.focus();
+  editor.value = "def f():";
+  editor.setSelectionRange(8, 8);
+  const kept = ["Enter", "Tab", "Escape", "Tab"].map(press), typed = editor.value;
+  editor.value = before;
+  editor.dispatchEvent(new Event("input"));
+  return [kept, typed];
+}
+
 // Have answers judged one after the other (null: what the page shows); load the page again.
 async function exercises(url) {
   const found = {}, given = EXERCISES[url];
@@ -192,7 +206,7 @@ async function exercises(url) {
     [form.querySelector("textarea"), form.querySelector(".verdict"), form]);
   for (const [editor, verdict, form] of forms()) {
     const name = editor.ariaLabel;
-    found[name] = { stub: editor.value, verdicts: [] };
+    found[name] = { stub: editor.value, typed: type(editor), verdicts: [] };
     for (const answer of given[name]) {
       if (answer !== null) editor.value = answer;
       editor.dispatchEvent(new Event("input"));
@@ -416,4 +430,5 @@ def test_exercises_are_judged_on_the_page_as_in_the_notebook(visited, name):
         assert verdicts == [judge_exercise(number, task, imports, answer) for answer in answers]
         assert [verdict["right"] for verdict in verdicts] == [False, True]
         assert found[task]["kept"] == [answers[-1], verdicts[-1]["text"]]
+        assert found[task]["typed"] == [[False, False, True, True], "def f():\n        "]
         assert found[task]["again"] == found[task]["stub"] and f"def {task}(" in found[task]["stub"]

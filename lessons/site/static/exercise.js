@@ -118,7 +118,8 @@ function ask(answer) {
     worker.onerror = () => stop("Python could not be loaded; reload the page to try again");
     worker.onmessage = ({ data }) => {
       if (data === "started") {
-        timer = setTimeout(stop, 1000 * PATIENCE, `it is still running after ${PATIENCE} seconds`);
+        timer = setTimeout(stop, 1000 * PATIENCE,
+          `${answer[1]}: it is still running after ${PATIENCE} seconds; does it end?`);
       } else {
         clearTimeout(timer);
         resolve(data);
