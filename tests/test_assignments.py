@@ -507,6 +507,39 @@ def merged(root, chains):
     nodes = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
     return Tree([root, *(p[-1] for p in paths)], [-1, *(nodes[p[:-1]] for p in paths)])
 """,
+    ("a9_eagle3", "layers or ids or tokens_of or marks"): """
+from minispec.cli import UserError
+def default_layers(n):
+    low, middle, high = min(2, n - 1), n >> 1, max(0, n - 3)
+    return tuple(i for i in range(n) if i in (low, middle, high))
+def read_ids(where, tensors, count, vocab):
+    marks = tensors.pop("t2d", None)
+    d2t = tensors.pop("d2t", None)
+    ids = list(range(vocab)) if d2t is None else [x + i for i, x in enumerate(d2t.tolist())]
+    marked = ids if marks is None else [i for i, x in enumerate(marks.tolist()) if x]
+    if len(set(ids)) != count or min(ids) < 0 or max(ids) >= vocab or sorted(ids) != sorted(marked):
+        raise UserError(f"{where}: other tokens")
+    return ids
+""",
+    ("a9_eagle3", "training_time or gradients"): """
+import torch
+from minispec import distill
+from minispec.model import ForwardContext
+class MTPLoss(distill.MTPLoss):
+    def outputs(self, hidden, tokens):
+        n, keys = hidden.shape[1], distill.AllSteps()
+        found = [self.head.project_features(hidden)]
+        for k in range(len(self.weights)):
+            embedded = self.head.embed(tokens[:, k + 1 :][:, :n], self.target)
+            found.append(self.head.run_block(found[-1], embedded, self.plan(n, k, keys)))
+        return found[1:]
+    def plan(self, n, k, keys):
+        seen = torch.zeros(n, k + 1, n, dtype=torch.bool)
+        for i in range(n):
+            seen[i, 0, : i + 1] = seen[i, 1:, i] = True
+        rope = self.head.rope(torch.arange(k, k + n)[None], self.target.dtype)
+        return ForwardContext(*rope, seen.flatten(1)[None, None], keys)
+""",
 }  # fmt: skip
 
 

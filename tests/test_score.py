@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from conftest import ROOT, file_limit, random_model
 
 from lessons import machines
-from lessons.assignments import leaderboard, score
+from lessons.assignments import accepted, leaderboard, score
 from minispec import paths
 from minispec.certify.functions.checks import Limits
 from minispec.checkpoints.load import load
@@ -236,6 +236,52 @@ def test_a_missing_file_is_one_line(arguments, tmp_path, capsys, monkeypatch):
     assert exit_.value.code == 2 and "\n" not in err and err.startswith("minispec: ")
 
 
+# ---- heads ---------------------------------------------------------------------------------------
+
+EAGLE3 = ROOT / "weights" / "eagle3"
+
+
+@pytest.fixture
+def toy_for_smollm2(monkeypatch):
+    """The toy answers the prompts, one of each kind."""
+    monkeypatch.setattr(accepted, "find_smollm2", lambda: paths.TOY)
+    monkeypatch.setattr(accepted, "PER_KIND", 1)
+
+
+def test_a_folder_with_a_head_gets_its_accepted_length(toy_for_smollm2, tmp_path, capsys):
+    file, found = tmp_path / "anna.json", {}
+    for seed in 0, 1:
+        with pytest.raises(SystemExit) as exit_:
+            score.main([str(EAGLE3), f"--seed={seed}", f"--json={file}"])
+        found[seed] = json.loads(file.read_text())
+        assert exit_.value.code == 0 and list(found[seed]) == ["name", "seed", *accepted.DRAFTS]
+    length, tree = (found[0][name] for name in accepted.DRAFTS)
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line == f"eagle3: {length:.3f} tokens per pass ({tree:.3f} with a tree of 16)"
+    assert 1 < length < 6 and 1 < tree and found[0] != found[1] | {"seed": 0}
+
+
+def test_a_seed_chooses_as_many_prompts_of_each_kind(monkeypatch):
+    _, tokenizer = load_once(paths.TOY, "float64", "cpu")
+    monkeypatch.setattr(accepted, "PER_KIND", 50)
+    with pytest.raises(ValueError, match="larger than population"):
+        accepted.prompts(tokenizer, 0)
+    monkeypatch.undo()
+    first, other = (accepted.prompts(tokenizer, seed) for seed in (0, 1))
+    assert len(first) == len(other) == 10 and first != other == accepted.prompts(tokenizer, 1)
+
+
+def test_what_is_no_head_for_the_model_gets_no_score(toy_for_smollm2, tmp_path, capsys):
+    file = tmp_path / "anna.json"
+    for folder, reason in (ROOT / "weights" / "mtp", "draft_vocab_size"), (tmp_path, "config.json"):
+        with pytest.raises(SystemExit) as exit_:
+            score.main([str(folder), f"--json={file}"])
+        result = json.loads(file.read_text())
+        file.unlink()
+        assert exit_.value.code == 1 and result["accepted length"] is None
+        assert reason in result["reason"] and "no score; " in capsys.readouterr().out
+
+
 # ---- leaderboard ---------------------------------------------------------------------------------
 
 
@@ -284,6 +330,20 @@ def test_what_is_no_result_is_one_line(results, message, tmp_path, capsys):
     err = capsys.readouterr().err.strip()
     assert exit_.value.code == 2 and "\n" not in err and message in err
     assert not (tmp_path / "board.html").exists()
+
+
+def test_heads_have_a_board_of_their_own(tmp_path, capsys):
+    head = {"name": "Fay", "seed": 0, "accepted length": 1.5, "tree of 16": 2.25}
+    lost = {"name": "Guy", "seed": 0, "accepted length": None, "reason": "no head"}
+    write(tmp_path / "heads", lost, head)
+    leaderboard.main([str(tmp_path / "heads"), str(tmp_path / "board.html")])
+    page = (tmp_path / "board.html").read_text(encoding="utf-8")
+    assert "<th>accepted length<th>tree of 16" in page and "prompts of seed 0" in page
+    assert "<tr><td>1<td>Fay<td>1.500<td>2.250\n<tr><td><td>Guy<td>no score: no head" in page
+    write(tmp_path / "both", result("Eve", 1.25), head)
+    with pytest.raises(SystemExit):
+        leaderboard.main([str(tmp_path / "both"), str(tmp_path / "other.html")])
+    assert "1.json has no score, unlike " in capsys.readouterr().err
 
 
 def test_on_a_full_disk_the_earlier_board_stays(tmp_path, capsys):

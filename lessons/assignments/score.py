@@ -4,6 +4,8 @@ pass of the target over one row. What n rows cost is fixed (lessons/machines.py)
 The decoder is a function as for `minispec certify --impl`. It continues a few texts greedily with
 the toy under weights/, whose draft and heads lie in the checkpoint's folders `draft`, `medusa` and
 `mtp`. It gets a score if its tokens are those of plain decoding, and the certifier finds no loss.
+
+A folder with an EAGLE-3 head for SmolLM2 gets its accepted length instead (see accepted.py).
 """
 
 import contextlib
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from lessons.assignments.accepted import DRAFTS, accepted_lengths
 from lessons.assignments.isolation import Submission, scratch, whole_copy
 from lessons.assignments.link import Ended
 from lessons.assignments.meter import Meter
@@ -143,23 +146,30 @@ def check_answer(model: Transformer, prompt: list[int], tokens: list[int], rows:
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     p = Parser(prog="python -m lessons.assignments.score", description=__doc__)
-    p.add_argument("impl", type=Source, help="the .py file; its function is `decode`")
+    p.add_argument("impl", type=Source, help="the .py file; its function is `decode`. Or the "
+                   "folder of an EAGLE-3 head for SmolLM2")  # fmt: skip
     p.add_argument("--seed", type=number(0), default=0, help="choose other texts (default: 0)")
     p.add_argument("--json", type=OutputFile, metavar="FILE", help="also write the result here")
     args = p.parse_args(argv)
-    if not (args.impl.endswith(".py") and Path(args.impl).is_file()):
-        raise UserError(f"{args.impl}: no such .py file")
-    result = {"name": Path(args.impl).stem, "seed": args.seed, "score": None}
+    path, is_head = Path(args.impl).absolute(), Path(args.impl).is_dir()
+    if not is_head and not (path.suffix == ".py" and path.is_file()):
+        raise UserError(f"{args.impl}: no such .py file or folder")
+    first, *others = DRAFTS if is_head else ("score", *MACHINES)
+    result = {"name": path.stem, "seed": args.seed, first: None}
     try:
-        result |= score(f"{Path(args.impl).resolve()}:decode", args.seed)
-        speeds = ", ".join(f"{result[name]:.3f} on {name}" for name in MACHINES)
-        print(f"{result['name']}: {result['score']:.3f} tokens per unit of cost ({speeds})")
+        if is_head:
+            result |= accepted_lengths(str(path), args.seed, LENGTH)
+        else:
+            result |= score(f"{path.resolve()}:decode", args.seed)
+        unit, on = ("pass", "with a") if is_head else ("unit of cost", "on")
+        more = ", ".join(f"{result[name]:.3f} {on} {name}" for name in others)
+        print(f"{result['name']}: {result[first]:.3f} tokens per {unit} ({more})")
     except (Failed, NotSupported) as error:
         result["reason"] = str(error)
         print(f"{result['name']}: no score; {error}")
     if args.json:
         write_json(args.json, result, indent=1)
-    sys.exit(1 if result["score"] is None else 0)
+    sys.exit(1 if result[first] is None else 0)
 
 
 if __name__ == "__main__":
