@@ -3,7 +3,8 @@ Later lessons use them; what the reader has not written is minispec's.
 
 The file belongs to the reader. Functions and imports are added to it, but nothing is replaced
 unless the reader asks, except that an import of minispec's function ends once the reader's own is
-there. A new version must be importable before it replaces the file.
+there, and that a later lesson's `rounds` takes the place of an earlier one's. A new version must be
+importable before it replaces the file. `grow` adds a line to the table in my_minispec.md.
 """
 
 import ast
@@ -18,25 +19,22 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import cache
-from itertools import islice
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 
-import torch
-from torch import Tensor
-
 import minispec
-from minispec.cache import KVCache
-from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.checkpoints.load import find_smollm2
 from minispec.checkpoints.weights import write_text
 from minispec.cli import UserError
+from minispec.fast.cost import interleaved_min_times
 from minispec.generate import decode
 from minispec.generate.drafters import with_drafter
 from minispec.generate.view import write_page
 from minispec.model import Transformer
 from minispec.paths import SHIPPED
-from minispec.sampling import Randomness, Seeded
+from minispec.sampling import Randomness
 
 LESSONS = Path(__file__).resolve().parent
 FILE = LESSONS / "my_minispec.py"
@@ -49,16 +47,37 @@ PLACES = {  # the file's functions in the package's order: the module there, and
     "greedy": ("methods/autoregressive", "00"),
     "best_size": ("methods/adaptive", "04"), "best_k": ("methods/adaptive", "06"),
     "tokens_per_second": ("methods/adaptive", "10"), "best_method": ("methods/adaptive", "10"),
-    "chain": ("methods/fastmtp", "06"), "best_nodes": ("methods/fastmtp", "06"),
+    "draft_one": ("methods/speculative", "03"), "draft_siblings": ("methods/speculative", "04"),
+    "chain": ("methods/fastmtp", "06"), "draft_chain": ("methods/fastmtp", "06"),
+    "best_nodes": ("methods/fastmtp", "06"),
     "add": ("methods/lookahead", "05"), "lookup": ("methods/lookahead", "05"),
-    "jacobi": ("methods/lookahead", "05"), "grow_tree": ("methods/medusa", "04"),
+    "jacobi": ("methods/lookahead", "05"), "draft_itself": ("methods/lookahead", "05"),
+    "grow_tree": ("methods/medusa", "04"), "ngrams": ("methods/prompt_lookup", "10"),
+    "draft_hybrid": ("methods/hybrid", "10"),
     "fill_up": ("fast/bitwise", "09"), "attend_in_blocks": ("fast/bitwise", "09"),
-    "release": ("generate", "02"), "rounds": ("generate", "10"),
+    "find_draft": ("generate/drafters", "03"), "release": ("generate", "02"),
+    "rounds": ("generate", "04"), "decoder": ("generate", "01"),
     "grow_jointly": ("distill/medusa", "04"), "mtp_loss": ("distill", "07"),
     "measure_speedup": ("bench", "08"), "greedy_acceptance": ("bench", "03"),
     "next_script": ("certify", "09"), "exact_distribution": ("certify", "09"),
 }  # fmt: skip
 RENAMED = {("00", "accept"): "accept_greedy"}  # lesson 03 has an `accept` of its own
+VERSIONS = {"rounds": ("01", "02", "03", "04")}  # lessons that ask for more of the same function
+GIVEN = "find_draft", "ngrams"  # they load and count; copied into the file when something uses them
+STAGES = {  # what decodes after a lesson, and what the lesson has swapped in
+    "00": ("greedy", "a loop of passes"),
+    "01": ("decoder(rounds)", "cache and mask"),
+    "02": ("decoder(rounds)", "sampling"),
+    "03": ("decoder(rounds, drafter=draft_one)", "one draft, accept"),
+    "04": ("decoder(rounds, drafter=draft_siblings)", "three siblings"),
+    "05": ("decoder(rounds, drafter=draft_itself)", "Jacobi, n-grams"),
+    "06": ("decoder(rounds, drafter=draft_chain)", "a head's chain"),
+    "10": ("decoder(rounds, drafter=draft_hybrid)", "copies, or a chain"),
+}
+QUESTION = (
+    "Turn this sentence into a list of facts: The old lighthouse on Gull Island was built in 1871, "
+    "stands 34 metres tall and was painted white and red."
+)
 LOADS = "LOAD_GLOBAL", "LOAD_NAME"  # the second in the body of a class
 
 
@@ -87,10 +106,10 @@ def save(
         module, source, old = load(text), source_of(function, asked, name), source_in(text, name)
         if old == source:
             return f", as in {FILE.name}"
-        if old is not None and not replace:
-            call = f"{'keep' if name == 'rounds' else 'check'}({asked}, replace=True)"
+        if old is not None and not replace and lesson_of(text, name) >= lesson:
+            call = f"check({asked}, replace=True)"
             return f"\n    {FILE.name} has another {name}, which stays; {call} replaces it"
-        text = with_imports(with_function(text, name, source), function, module, name)
+        text = with_imports(with_function(text, name, source, lesson), function, module, name)
         if fault := judge(getattr(load(text), name)):
             raise NotSaved(f"in {FILE.name}, without this notebook, {fault.splitlines()[0]}")
         write(text)
@@ -161,34 +180,49 @@ def source_in(text: str, name: str) -> str | None:
     return node and "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
 
 
-def with_function(text: str, name: str, source: str) -> str:
+def lesson_of(text: str, name: str) -> str:
+    """The lesson for which a function of the file was written, "" if there is no such function."""
+    found = re.search(rf"^# lesson (\d\d), .*\ndef {name}\(", text, re.MULTILINE)
+    return found[1] if found else ("99" if source_in(text, name) is not None else "")
+
+
+def with_function(text: str, name: str, source: str, lesson: str) -> str:
     """The text with a function in its place: that of the old one, or before the first that comes
     later in the package. Minispec's is no longer imported under this name."""
-    text = re.sub(rf"from solutions\.\w+ import \w+ as {name}\n", "", text)
+    text = re.sub(rf"from solutions\.\w+ import (\w+ as )?{name}\n", "", text)
     lines, functions, order = text.splitlines(), functions_in(text), list(PLACES)
+    heading = f"# lesson {lesson}, minispec/{PLACES[name][0]}"
     if name in functions:
-        node = functions[name]
-        lines[node.lineno - 1 : node.end_lineno] = source.splitlines()
+        at, end = functions[name].lineno - 1, functions[name].end_lineno
+        if lines[at - 1].startswith("# lesson "):
+            lines[at - 1] = heading
+        lines[at:end] = source.splitlines()
         return "\n".join(lines) + "\n"
-    later = order[order.index(name) + 1 :]
-    at = min((functions[n].lineno - 1 for n in later if n in functions), default=len(lines))
+    later = [functions[n].lineno - 1 for n in order[order.index(name) + 1 :] if n in functions]
+    stages = [i for i, line in enumerate(lines) if line.startswith("decode = ")]
+    at = min([*later, *stages], default=len(lines))
     while 0 < at < len(lines) and lines[at - 1].startswith("#"):
         at -= 1
-    module, lesson = PLACES[name]
-    if name == "rounds":
-        source += "\n\n\ndecode = decoder(rounds)  # minispec certify --impl my_minispec.py:decode"
-    new = [f"# lesson {lesson}, minispec/{module}", *source.splitlines()]
     before, after = "\n".join(lines[:at]).rstrip(), "\n".join(lines[at:]).strip("\n")
-    return "\n\n\n".join(part for part in (before, "\n".join(new), after) if part) + "\n"
+    return "\n\n\n".join(part for part in (before, f"{heading}\n{source}", after) if part) + "\n"
 
 
 def with_imports(text: str, function: FunctionType, module: ModuleType, name: str) -> str:
-    """The text with imports of what a function uses and neither its `module` nor Python has."""
-    used = {*global_names(function.__code__)} | ({"decoder"} if name == "rounds" else set())
-    used -= {name, *vars(builtins), *vars(module)}
-    known = {"decoder": decoder} | function.__globals__
-    new = [line for line in (import_line(n, known.get(n)) for n in sorted(used)) if line]
-    return after_imports(text, new)
+    """The text with imports of what a function uses and neither its `module` nor Python has. What
+    is given (see GIVEN) is copied."""
+    signature = ast.parse(source_in(text, name)).body[0]
+    parts = [signature.args, *filter(None, [signature.returns])]
+    hints = {node.id for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)}
+    names, new = {*global_names(function.__code__)} | hints, []
+    for used in sorted(names - {name, *vars(builtins), *vars(module)}):
+        value = function.__globals__.get(used)
+        if used in GIVEN and isinstance(value, FunctionType) and value.__module__ == __name__:
+            if source_in(text, used) is None:
+                text = with_function(text, used, source_of(value, used, used), PLACES[used][1])
+                text = with_imports(text, value, module, used)
+        elif line := import_line(used, value):
+            new.append(line)
+    return after_imports(text, [line for line in new if line not in text.splitlines()])
 
 
 def after_imports(text: str, new: list[str]) -> str:
@@ -220,6 +254,8 @@ def import_line(name: str, value: object) -> str | None:
     module = sys.modules.get(source)
     if source in (None, "__main__") or getattr(module, known_as, None) is not value:
         return None
+    if getattr(minispec, known_as, None) is value:
+        source = minispec.__name__
     return f"from {source} import {known_as}" + (f" as {name}" if known_as != name else "")
 
 
@@ -241,28 +277,22 @@ def yours(name: str) -> Callable:
     return getattr(solutions, f"package_{name}")
 
 
-def keep(rounds: Callable, replace: bool = False) -> Callable:
-    """Save lesson 10's loop with the functions that it uses. Returns the file's `decode` (see
-    `decoder`) or, if it has none, one that uses the notebook's functions."""
-    print("rounds: kept" + save(rounds, "10", "rounds", lambda function: None, replace))
-    try:
-        return getattr(load(read()), "decode", None) or decoder(rounds)
-    except NotSaved:
-        return decoder(rounds)
-
-
-def certify(*flags: str, function: str = "decode") -> None:
-    """Examine a function of the file as the shell would, and print the table and the verdict."""
+def certify(*flags: str, function: str = "decode", folder: Path | None = None) -> bool:
+    """Examine a function of the file as the shell would, and print the table and the verdict. With
+    a `folder`, examine the file there, and print the rows that fail and the verdict only. Returns
+    whether no loss was found."""
     if function != "decode" and not is_saved("", function):
         print(f"{FILE.name} has no {function} yet")
-        return
+        return False
     command = "-m", "minispec", "certify", "--impl", f"{FILE.name}:{function}", *flags
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (LESSONS.parent, LESSONS)))}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=FILE.parent, env=environment, text=True, capture_output=True
-    )
+    done = subprocess.run([sys.executable, *command], cwd=folder or FILE.parent, env=environment,
+                          text=True, capture_output=True)  # fmt: skip
     print(shlex.join(["minispec", *command[2:]]))
-    print(done.stdout.strip() or done.stderr.strip())
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    shown = [line for line in lines[:-1] if line.startswith("FAIL")] if folder else lines[:-1]
+    print(*shown, *lines[-1:], sep="\n")
+    return done.returncode == 0
 
 
 def replay(prompt: str = "Once upon a time", tokens: int = 60) -> None:
@@ -276,7 +306,7 @@ def replay(prompt: str = "Once upon a time", tokens: int = 60) -> None:
         n, fresh = own([*target], q, drafts, asked)
         return [*range(n + 1)], fresh, dict(zip(range(1, len(tree)), asked.chances))
 
-    model, tokenizer = load_once(SHIPPED / "target")
+    model, tokenizer = minispec.load(SHIPPED / "target")
     run = decode(model, tokenizer, prompt, "speculative", k=3, temperature=0.8, seed=1,
                  max_new_tokens=tokens, rule=rule)  # fmt: skip
     write_page(file, model, tokenizer, run, "the story model")
@@ -294,55 +324,149 @@ class Asked:
         return self.randomness.bernoulli(p)
 
 
-# ---- what surrounds the loop ---------------------------------------------------------------------
+# ---- growing -------------------------------------------------------------------------------------
 
 
-def decoder(rounds: Callable) -> Callable:
-    """Make the function that `minispec certify --impl` examines from lesson 10's loop."""
+def grow(lesson: str) -> None:
+    """Certify what the file decodes with after a lesson, let it answer the question, and add a line
+    to the table. A part that the reader has not written is the solution's; such a line is shown and
+    not kept."""
+    expression, part = STAGES[lesson]
+    try:
+        text, missing = text_after(lesson)
+        with TemporaryDirectory() as folder:
+            write_text(Path(folder, FILE.name), text)
+            certified = certify_stage(lesson, Path(folder))
+        row = lesson, part, *answer_of(text), certified
+        if not missing:
+            write(text)
+    except NotSaved as reason:
+        print(f"not grown: {reason}")
+        return
+    if missing:
+        print(f"minispec's, not in {FILE.name} yet: {', '.join(missing)}")
+    print_table(row, keep=not missing)
 
-    @torch.no_grad()
-    def decode(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-        """Return the new tokens. `checkpoint` is a folder, or a model and its tokenizer."""
-        model, tokenizer = load_once(checkpoint) if isinstance(checkpoint, str) else checkpoint
-        new, settings = [], (temperature, top_k, top_p)
-        drafter = new_drafter(model, tokenizer, prompt)
-        source = rounds(model, drafter, list(prompt), settings, Seeded(seed))
-        for token in islice((token for tokens in source for token in tokens), max_new_tokens):
-            new.append(token)
-            if token in model.config.eos_ids:
-                break
-        return new
 
-    return decode
+def text_after(lesson: str) -> tuple[str, list[str]]:
+    """The file's text as it decodes after a lesson, and the functions in it that are not the
+    reader's."""
+    text = read() if FILE.exists() else HEADER
+    load(text)  # raises NotSaved if it cannot be imported
+    expression, missing = STAGES[lesson][0], []
+    wanted = re.findall(r"\b(?:greedy|decoder|rounds|draft_\w+)\b", expression)
+    for name in wanted:  # which grows
+        has, needs = lesson_of(text, name), lesson_needed(name, lesson)
+        if name in VERSIONS and has > needs:
+            raise NotSaved(f"{FILE.name} has {name} of lesson {has}; its line in the table is that "
+                           "lesson's")  # fmt: skip
+        if has < needs and name not in GIVEN:
+            tasks = importlib.import_module(f"solutions.lesson_{needs}").TASKS
+            solution = next(task.solution for task in tasks if task.name == name)
+            text = with_function(text, name, source_of(solution, name, name), needs)
+            text = with_imports(text, solution, load(text), name)
+            missing.append(name)
+        used = global_names(getattr(load(text), name).__code__)
+        wanted += sorted({*used} & PLACES.keys() - {*wanted})
+    lines = [line for line in text.splitlines() if not line.startswith("decode = ")]
+    stage = f"decode = {expression}  # lesson {lesson}: minispec certify --impl {FILE.name}:decode"
+    return "\n".join(lines).rstrip() + f"\n\n\n{stage}\n", missing
 
 
-load_once = cache(minispec.load)
+def lesson_needed(name: str, lesson: str) -> str:
+    """The lesson whose version of a function decodes after `lesson`."""
+    return max([v for v in VERSIONS.get(name, ()) if v <= lesson], default=PLACES[name][1])
 
 
-def new_drafter(model: Transformer, tokenizer: Tokenizer, prompt: list[int]) -> object:
-    """What `chain` runs: the FastMTP head that belongs to a model or, if there is none, its draft
-    model, which ignores the hidden states."""
-    found = with_drafter("hybrid", model, tokenizer, {})
+GREEDY = "--greedy-only", "--requests", "100"
+EXACT = "--checks", "exact", "--only", "T=1 ", "--outcomes", "20", "--length", "2"
+
+
+def certify_stage(lesson: str, folder: Path) -> str:
+    """Examine the file in a folder; from lesson 02 on it also samples. Returns a cell of the
+    table."""
+    checks = {"greedy": GREEDY} | ({"exact": EXACT} if lesson >= "02" else {})
+    found = {name: certify(*flags, folder=folder) for name, flags in checks.items()}
+    return ", ".join(name if right else f"LOSS in {name}" for name, right in found.items())
+
+
+def answer_of(text: str, tokens: int = 40) -> tuple[str, str, str, str]:
+    """Let the text's `decode` answer the question. Returns the model's name, the tokens per pass,
+    the tokens per second, prompt included, and the speed relative to minispec's plain decoding, in
+    turn with it. Prints the answer."""
+    plain_load = minispec.load
+    minispec.load = cache(plain_load)  # a decoder of lesson 00 loads for each text
+    try:
+        name, folder, prompt = question()
+        model, tokenizer = minispec.load(folder)
+        settings = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+        own = partial(load(text).decode, folder, prompt, max_new_tokens=tokens, **settings)
+        passes: list[list[int]] = []
+        hook = model.register_forward_pre_hook(lambda _, inputs: passes.append([*inputs[0]]))
+        new = own()
+        hook.remove()
+        plain = partial(decode, model, tokenizer, prompt, max_new_tokens=tokens)
+        mine, other = interleaved_min_times([own, plain], turns=2, turn_seconds=0)
+    finally:
+        minispec.load = plain_load
+    print(repr(tokenizer.decode(new)))
+    # a pass over the prompt alone yields no token; then the next begins with the prompt's last
+    alone = len(passes) > 1 and passes[1][0] == prompt[-1] != prompt[0]
+    per_pass = len(new) / (len(passes) - alone)
+    return name, f"{per_pass:.2f}", f"{len(new) / mine:.1f}", f"{other / mine:.2f}"
+
+
+def question() -> tuple[str, str, list[int]]:
+    """SmolLM2, its folder and the question; without it, those of the story model and the beginning
+    of a story."""
+    try:
+        folder = str(find_smollm2())
+    except UserError:
+        folder = str(SHIPPED / "target")
+        return "stories", folder, minispec.load(folder)[1].encode("Once upon a time")
+    prompt = minispec.load(folder)[1].chat([{"role": "user", "content": QUESTION}])
+    return "SmolLM2", folder, prompt
+
+
+COLUMNS = "lesson", "new part", "model", "tokens per pass", "tokens/s", "speed", "certified"
+
+
+def print_table(row: tuple[str, ...], keep: bool) -> None:
+    """Print the table of all lessons with this row in its place, and keep it if asked to."""
+    file, rows = FILE.with_suffix(".md"), {}
+    for line in file.read_text(encoding="utf-8").splitlines()[2:] if file.exists() else ():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows[cells[0]] = cells
+    rows[row[0]] = row
+    table = [COLUMNS, *(rows[number] for number in sorted(rows))]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["| " + " | ".join(map(str.ljust, cells, widths)) + " |" for cells in table]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    print(*lines, sep="\n")
+    if keep:
+        write_text(file, "\n".join(lines) + "\n")
+
+
+# ---- given ---------------------------------------------------------------------------------------
+
+
+def find_draft(model: Transformer, text: list[int]) -> object:
+    """Given: what drafts for a model, the FastMTP head next to it or, if there is none, its draft
+    model, which ignores the hidden states. `run`, `cache` and `model` are as in lesson 06. The
+    cache has room for drafts beyond the end of the context."""
+    found, size = with_drafter("hybrid", model, None, {}), model.config.context + 8
     if "head" in found:
-        head = found["head"]
-        return head.start(model, head.new_cache(model.config.context))
-    draft = found["draft"]
-    rows = draft.new_cache()
-    draft(prompt[:1], rows)  # which is the second token of no pair
+        return found["head"].start(model, found["head"].new_cache(size))
+    draft, rows = found["draft"], found["draft"].new_cache(size)
+    draft(text[:1], rows)  # the token that is the second of no pair
     rows.commit([0])
     return SimpleNamespace(
         run=lambda hidden, tokens: draft(tokens, rows)[0], cache=rows, model=draft
     )
 
 
-def prefill(model: Transformer, cache: KVCache, tokens: list[int]) -> Tensor:
-    """Feed and commit the tokens. Returns their hidden states (n, d)."""
-    none = model.model.norm.weight.new_empty(0, model.config.hidden_size)  # for a prompt of one
-    return torch.cat([none, *(chunk[0] for chunk in model.prefill_chunks(tokens, cache))])
-
-
 def ngrams(tokens: list[int], new: int, key: int = 3, n: int = 3) -> Iterator[tuple]:
-    """For `lookup` after the last `key` tokens instead of one: (key, token, … of n), for each place
-    that ends with one of the last `new` tokens."""
+    """Given: for `lookup` after the last `key` tokens instead of one: (key, token, … of n), for
+    each place that ends with one of the last `new` tokens."""
     for end in range(max(key + n, len(tokens) - new + 1), len(tokens) + 1):
         yield tuple(tokens[end - n - key : end - n]), *tokens[end - n : end]

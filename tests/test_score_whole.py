@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_own_engine import decoder_of_lesson_10, run, solve_all, text  # noqa: F401
+from test_own_engine import own_engine, run, save_all  # noqa: F401
 from test_score import PLAIN, SPECULATIVE
 
 
@@ -18,9 +18,9 @@ def test_a_whole_run_ends_with_a_score(whose, tmp_path, request):
     shutil.copytree(ROOT / "lessons", lessons, ignore=shutil.ignore_patterns("assignments", "site"))
     code = {"plain": PLAIN, "minispec's": SPECULATIVE}.get(whose)
     if code is None:
-        solve_all(request.getfixturevalue("run"))
-        request.getfixturevalue("decoder_of_lesson_10")()
-        code = text()
+        request.getfixturevalue("run")
+        save_all()
+        code, _ = own_engine.text_after("10")
     (lessons / "my_minispec.py").write_text(code)
     command = [sys.executable, "-m", "lessons.assignments.score", lessons / "my_minispec.py"]
     done = subprocess.run([*command, "--json", tmp_path / "score.json"], cwd=ROOT, text=True,

@@ -1,20 +1,27 @@
-"""Lesson 01: the mask of a tree of drafts, and the commit of its accepted path."""
+"""Lesson 01: the mask of a tree of drafts, the commit of its accepted path, and a loop that uses
+both."""
 
+import functools
 import math
 import random
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
 
 import torch
 from form import Oracle, Question, Task, Wrong
 from torch import Tensor
 
-from minispec import tree
+from minispec import load, tree
 from minispec.cache import KVCache
 from minispec.certify.toys import small_model
+from minispec.generate.run import StopConditions
 from minispec.model import Transformer
+from minispec.sampling import Seeded
 from minispec.tree import Tree
-from solutions.common import call
+from solutions import engine
+from solutions.common import call, differ
+from solutions.lesson_00 import checkpoints
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -37,6 +44,33 @@ def commit(kv, length, path):
     return end
 
 
+def rounds(model, text, **settings):
+    cache = model.new_cache()
+    while cache.length < cache.capacity:
+        new = text[cache.length :]
+        seen = mask([-1, *range(len(new) - 1)], cache.length)
+        hidden = model(new, cache, mask=seen)[0]
+        cache.length = commit(cache.kv[:, :, 0], cache.length, list(range(len(new))))
+        text.append(int(model.logits(hidden[-1]).argmax()))
+        yield text[-1:]
+
+
+def decoder(rounds, **parts):
+    load_once = functools.cache(load)
+
+    def decode(checkpoint, prompt, max_new_tokens, seed=0, **settings):
+        model, _ = load_once(checkpoint)
+        settings["randomness"] = Seeded(seed)
+        source, new = rounds(model, list(prompt), **parts, **settings), []
+        for token in islice((token for tokens in source for token in tokens), max_new_tokens):
+            new.append(token)
+            if token in model.config.eos_ids:
+                break
+        return new
+
+    return decode
+
+
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
 
 
@@ -52,6 +86,29 @@ def package_commit(kv, length, path):
     rows.set_storage(kv[:, :, None], length)
     rows.commit(list(path))
     return rows.length
+
+
+def package_rounds(model, text, **settings):
+    return engine.package_rounds(model, text, randomness=Seeded(), temperature=0.0)
+
+
+def package_decoder(rounds, **parts):
+    known = {}
+
+    def decode(checkpoint, prompt, max_new_tokens, seed=0, **settings):
+        if checkpoint not in known:
+            known[checkpoint] = load(checkpoint)[0]
+        model, stop = known[checkpoint], StopConditions(max_new_tokens)
+        found = []
+        for tokens in rounds(model, list(prompt), **parts, randomness=Seeded(seed), **settings):
+            for token in tokens:
+                if len(found) < stop.max_new_tokens:
+                    found.append(token)
+                if len(found) == stop.max_new_tokens or token in model.config.eos_ids:
+                    return found
+        return found
+
+    return decode
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -533,6 +590,128 @@ COMMIT_MISTAKES = {
     "without gaps": moves(in_place, in_place, lambda length, path: length + path[-1] + 1),
 }
 
+# ---- rounds --------------------------------------------------------------------------------------
+
+LOOPS = [
+    engine.Loop(0, (4, 7), 5), engine.Loop(1, (5,), 6), engine.Loop(2, (8, 1, 3, 3, 2), 9),
+    engine.Loop(3, (2, 6), 6, context=8),
+]  # fmt: skip
+LOOP_MISTAKES = {
+    "it takes the first row's choice; what follows the newest token is in the last row": (
+        engine.altered(rounds, ("hidden[-1]", "hidden[0]"))
+    ),
+    "it commits one row, but the first pass reads the whole prompt: commit a row for each new "
+    "token": engine.altered(
+        rounds, ("list(range(len(new)))", "[0]"), ("text[cache.length :]", "text[read:]"),
+        ("cache = model.new_cache()", "cache, read = model.new_cache(), 0"),
+        ("text.append(", "read += len(new)\n        text.append("),
+    ),
+    "it yields the whole text; yield the new token only, in a list": engine.altered(
+        rounds, ("yield text[-1:]", "yield list(text)")
+    ),
+    "it yields a token before it is appended, so it is one round late": engine.altered(
+        rounds, ("yield text[-1:]", "yield text[-2:-1]")
+    ),
+}  # fmt: skip
+
+# ---- decoder -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a loop yields, and the arguments of `decode`; the checkpoint is one of lesson 00's."""
+
+    ends: bool  # the checkpoint has end tokens: 3, 5 and 8
+    prompt: tuple[int, ...]
+    yields: tuple[tuple[int, ...], ...]
+    n: int
+    seed: int = 0
+
+
+def random_script(seed: int) -> Script:
+    rng = random.Random(seed)
+    yields = tuple(tuple(rng.choices(range(12), k=rng.randint(1, 4))) for _ in range(9))
+    return Script(seed % 2 == 1, tuple(rng.choices(range(12), k=3)), yields, 3 + seed, seed)
+
+
+SCRIPTS = [
+    Script(False, (3, 9), ((1,), (2,), (4,)), 2), Script(False, (3, 9), ((1, 2), (4, 6, 7)), 4),
+    Script(True, (3, 9), ((1, 2), (4, 5, 7), (1,)), 9), Script(False, (4,), ((1,), (2,)), 0),
+    *map(random_script, range(6)),
+]  # fmt: skip
+
+
+def run_decoder(function, case: Script) -> list[int]:
+    asked, folder = [], checkpoints()[case.ends]
+    settings = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
+
+    def loop(model, text, **given):
+        asked.append((model, list(text), given))
+        for new in case.yields:
+            text += new
+            yield list(new)
+
+    decode = function(loop, drafter=run_decoder)
+    if not callable(decode):
+        raise Wrong("it must return the function `decode`")
+    for _ in range(2):
+        tokens = call(
+            lambda prompt: decode(
+                folder, prompt, max_new_tokens=case.n, **settings, seed=case.seed
+            ),
+            prompt=list(case.prompt),
+        )
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        raise Wrong("`decode` must return a list of tokens, each of type int")
+    for model, text, given in asked:
+        randomness = given.pop("randomness", None)
+        if text != list(case.prompt):
+            raise Wrong("`rounds` must get a copy of the prompt: list(prompt)")
+        if not isinstance(randomness, Seeded) or randomness.generator.initial_seed() != case.seed:
+            raise Wrong("`rounds` must get randomness=Seeded(seed)")
+        if given != settings | {"drafter": run_decoder}:
+            raise Wrong("`rounds` must get the parts and all settings of `decode`, by their names")
+        if model is not asked[0][0]:
+            raise Wrong("it loads the model for each text; keep it, for example with "
+                        "functools.cache(load)")  # fmt: skip
+    return tokens
+
+
+def right_tokens(case: Script) -> list[int]:
+    tokens, stop = sum(map(list, case.yields), [])[: case.n], (3, 5, 8) if case.ends else ()
+    ends = [i + 1 for i, token in enumerate(tokens) if token in stop]
+    return tokens[: min(ends, default=case.n)]
+
+
+def show_script(case: Script) -> str:
+    ends = "end tokens 3, 5 and 8" if case.ends else "no end tokens"
+    rows = ", ".join(map(numbers, case.yields))
+    return f"rounds of {rows}; max_new_tokens = {case.n}, {ends}"
+
+
+DECODER_MISTAKES = {
+    "it returns the prompt, too; return only the new tokens": engine.altered(
+        decoder, ("return new\n", "return [*prompt, *new]\n")
+    ),
+    "it goes on after an end token; stop if a token is in model.config.eos_ids": engine.altered(
+        decoder, ("model.config.eos_ids", "()")
+    ),
+    "the end token is missing: it is the last of the new tokens": engine.altered(
+        decoder, ("                break", "                return new[:-1]")
+    ),
+    "it ends after max_new_tokens rounds, but a round may yield several tokens": engine.altered(
+        decoder, ("islice((token for tokens in source for token in tokens), max_new_tokens)",
+                  "[token for tokens in islice(source, max_new_tokens) for token in tokens]"),
+    ),
+    "it ends with a round; the end may lie among the tokens of one": engine.altered(
+        decoder, ("for token in islice((token for tokens in source for token in tokens), "
+                  "max_new_tokens):\n            new.append(token)\n"
+                  "            if token in model.config.eos_ids:",
+                  "for tokens in source:\n            new += tokens if max_new_tokens else []\n"
+                  "            if len(new) >= max_new_tokens or {*new} & {*model.config.eos_ids}:"),
+    ),
+}  # fmt: skip
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
@@ -575,6 +754,36 @@ TASKS = [
         ),
         mistakes=COMMIT_MISTAKES,
         shows=(KVCache.commit,),
+    ),
+    Task(
+        name="rounds",
+        package=package_rounds,
+        solution=rounds,
+        judge=engine.loops(LOOPS, f"{len(LOOPS)} texts of a toy, and no row is read twice"),
+        hints=(
+            "text[cache.length:] is what the cache lacks: first the prompt, then a single token.",
+            "A loop: a pass over the new tokens, with their mask; `commit` all of its rows; append "
+            "the last row's choice to the text; yield it.",
+        ),
+        mistakes=LOOP_MISTAKES,
+        shows=(engine.package_rounds,),
+    ),
+    Task(
+        name="decoder",
+        package=package_decoder,
+        solution=decoder,
+        judge=Oracle(
+            SCRIPTS, run_decoder, right_tokens, differ,
+            lambda case, got, right: f"{show_script(case)}: it returns {got}; {right} is right",
+            f"{len(SCRIPTS)} texts", arguments=show_script,
+        ),
+        hints=(
+            "Two functions, one in the other: `decoder` defines `decode` and returns it.",
+            "for tokens in rounds(model, list(prompt), **parts, randomness=…, **settings): for "
+            "token in tokens: …, and leave both loops where the text ends.",
+        ),
+        mistakes=DECODER_MISTAKES,
+        shows=(package_decoder,),
     ),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Lesson 02: logits become a distribution; for its other task, see pure_02.py."""
+"""Lesson 02: logits become a distribution, and a loop draws; see also pure_02.py."""
 
 import math
 import random
@@ -14,6 +14,8 @@ from torch import Tensor
 from minispec import sampling
 from minispec.cache import KVCache
 from minispec.generate.run import Run, StopConditions
+from solutions import engine
+from solutions.lesson_01 import package_commit as commit
 from solutions.pure_02 import RELEASE
 
 # ---- solutions -----------------------------------------------------------------------------------
@@ -32,6 +34,17 @@ def warp(logits, temperature, top_k, top_p):
     p[p.cumsum(-1) - p >= top_p] = 0.0  # the more likely tokens reach top_p without this one
     kept = torch.zeros_like(p).scatter(-1, order, p)
     return kept / kept.sum()
+
+
+def rounds(model, text, randomness, temperature, top_k, top_p):
+    cache = model.new_cache()
+    while cache.length < cache.capacity:
+        new = text[cache.length :]
+        hidden = model(new, cache)[0]
+        cache.length = commit(cache.kv[:, :, 0], cache.length, list(range(len(new))))
+        p = warp(model.logits(hidden[-1]).cpu().double(), temperature, top_k, top_p)
+        text.append(randomness.categorical(p))
+        yield text[-1:]
 
 
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
@@ -60,6 +73,11 @@ def package_release(text, stop):
     run.texts.append("")
     ended = run.end_after(0) == "stop"
     return run.texts[-1], run.held_back, ended
+
+
+def package_rounds(model, text, randomness, temperature, top_k, top_p):
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return engine.package_rounds(model, text, randomness=randomness, **settings)
 
 
 # ---- warp ----------------------------------------------------------------------------------------
@@ -309,6 +327,32 @@ WARP_MISTAKES = {
     ),
 }  # fmt: skip
 
+# ---- rounds --------------------------------------------------------------------------------------
+
+LOOPS = [
+    engine.Loop(0, (2, 1), 4, 3), engine.Loop(1, (2,), 3, 3, sampling.Sampling(1.0)),
+    engine.Loop(2, (0, 1, 1), 3, 4, sampling.Sampling(0.7, top_k=2)),
+    engine.Loop(3, (2, 0), 3, 4, sampling.Sampling(1.3, top_p=0.6)),
+    engine.Loop(4, (2, 0), 3, 4, sampling.Sampling(0.5, top_k=3, top_p=0.9), context=6),
+]  # fmt: skip
+LOOP_MISTAKES = {
+    "it takes the most likely token; draw it: randomness.categorical(…)": engine.altered(
+        rounds, ("randomness.categorical(p)", "int(p.argmax())")
+    ),
+    "it draws from the softmax of the logits; the settings go to your `warp`": engine.altered(
+        rounds, ("temperature, top_k, top_p)\n        text", "1.0, 0, 1.0)\n        text")
+    ),
+    "its temperature is always 1; greedy decoding has temperature 0": engine.altered(
+        rounds, ("temperature, top_k, top_p)\n        text", "1.0, top_k, top_p)\n        text")
+    ),
+    "top_k and top_p have no effect; hand them to `warp`": engine.altered(
+        rounds, ("temperature, top_k, top_p)\n        text", "temperature, 0, 1.0)\n        text")
+    ),
+    "it draws after the first row; what follows the newest token is in the last row": (
+        engine.altered(rounds, ("hidden[-1]", "hidden[0]"))
+    ),
+}  # fmt: skip
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
@@ -335,6 +379,19 @@ TASKS = [
         shows=(sampling.probs, sampling.warp),
     ),
     replace(RELEASE, package=package_release, shows=(Run.end_after,)),
+    Task(
+        name="rounds",
+        package=package_rounds,
+        solution=rounds,
+        judge=engine.loops(LOOPS, f"the exact distribution of {len(LOOPS)} texts of toys"),
+        hints=(
+            "It is the loop of lesson 01; only how a token is chosen from the last row changes.",
+            "p = warp(model.logits(hidden[-1]).double().cpu(), temperature, top_k, top_p), and "
+            "then randomness.categorical(p). A chain needs no mask: it is the default.",
+        ),
+        mistakes=LOOP_MISTAKES,
+        shows=(engine.package_rounds,),
+    ),
 ]  # fmt: skip
 
 # ---- the quiz ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Lesson 03: the residual, and the acceptance of a chain of sampled drafts."""
+"""Lesson 03: the residual, the acceptance of a chain of sampled drafts, and a loop with drafts."""
 
 import math
 import random
@@ -7,11 +7,15 @@ from itertools import pairwise, product
 
 import torch
 from form import Oracle, Question, Task, Wrong
+from own_engine import find_draft
 from torch import Tensor
 
 from minispec import verify
 from minispec.certify.toys import total_variation
+from minispec.methods import speculative
+from minispec.sampling import Sampling, probs
 from minispec.tree import Tree
+from solutions import engine
 from solutions.common import (
     CHANGED,
     NeverAccepts,
@@ -25,6 +29,8 @@ from solutions.common import (
     rows,
     tensor,
 )
+from solutions.lesson_01 import package_commit as commit
+from solutions.lesson_02 import package_warp as warp
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -51,6 +57,39 @@ def greedy_acceptance(p_rows, q_rows):
     return p_of_x.squeeze(-1)
 
 
+def draft_one(model, text, probs, randomness):
+    drafter = find_draft(model, text)
+
+    def propose(text, hidden, path):
+        if not path:
+            return Tree.chain(text[-1], [])
+        output = drafter.run(hidden[path], text[-len(path) :])[-1:]
+        drafter.cache.commit(list(range(len(path))))
+        q = probs(drafter.model.logits(output))
+        return Tree.chain(text[-1], [randomness.categorical(q[0])], q)
+
+    return propose
+
+
+def rounds(model, text, drafter, randomness, temperature, top_k, top_p):
+    def probs(logits):
+        return [warp(row, temperature, top_k, top_p) for row in logits.cpu().double()]
+
+    cache, propose = model.new_cache(), drafter(model, text, probs, randomness)
+    hidden, path = model(text, cache)[0], list(range(len(text) - 1))
+    cache.length = commit(cache.kv[:, :, 0], 0, path)
+    while cache.length < cache.capacity:
+        tree = propose(text, hidden, path).first(cache.capacity - cache.length)
+        hidden = model(tree.tokens, cache)[0]
+        p, drafts = probs(model.logits(hidden)), tree.tokens[1:]
+        q = [tree.drawn_from(node) for node in range(1, len(tree))]
+        n, fresh = accept(p, q, drafts, randomness)
+        path = list(range(n + 1))
+        cache.length = commit(cache.kv[:, :, 0], cache.length, path)
+        text += [*drafts[:n], fresh]
+        yield text[-len(path) :]
+
+
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
 
 
@@ -68,6 +107,26 @@ def package_greedy_acceptance(p_rows, q_rows):
     x = q_rows.argmax(-1, keepdim=True)
     one_hot = torch.zeros_like(p_rows).scatter(-1, x, 1.0)
     return torch.minimum(p_rows, one_hot).sum(-1)
+
+
+def package_draft_one(model, text, probs, randomness):
+    draft = find_draft(model, text)
+
+    def propose(text, hidden, path):
+        new = text[len(text) - len(path) :]
+        if not new:
+            return Tree([text[-1]], [-1])
+        outputs = draft.run(hidden[path], new)
+        draft.cache.commit(path and list(range(len(new))))
+        (q,) = probs(draft.model.logits(outputs[-1:]))
+        return Tree([text[-1], randomness.categorical(q)], [-1, 0], [None, q])
+
+    return propose
+
+
+def package_rounds(model, text, drafter, randomness, temperature, top_k, top_p):
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return engine.package_rounds(model, text, drafter, randomness=randomness, **settings)
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -608,6 +667,72 @@ GREEDY_MISTAKES = {
     ),
 }
 
+# ---- draft_one -----------------------------------------------------------------------------------
+
+DRAFTINGS = [
+    engine.Drafting(head, text, ends, settings)
+    for head in (False, True)
+    for text, ends in (((1, 2, 0, 2), (3, 4)), ((2, 0, 0, 1, 2, 1), (2, 5, 6)), ((1, 2), (1, 2)))
+    for settings in (Sampling(), Sampling(1.0), Sampling(0.8, top_k=2))
+]
+
+
+def right_draft(case, text: list[int], randomness) -> Tree:
+    if len(text) == 1:
+        return Tree.chain(text[-1], [])
+    q = probs(engine.fresh_logits(case, text), case.sampling)[0].double()
+    return Tree.chain(text[-1], [randomness.categorical(q)], [q])
+
+
+DRAFT_MISTAKES = {
+    "it commits nothing, so in the next round the drafter has forgotten the text": engine.altered(
+        draft_one, ("drafter.cache.commit(list(range(len(path))))", "pass")
+    ),
+    "the draft is the most likely token; draw it from q, by which it will be judged": (
+        engine.altered(draft_one, ("randomness.categorical(q[0])", "int(q[0].argmax())"))
+    ),
+    "the tree has no q, so nobody could judge the draft: Tree.chain(text[-1], [draft], [q])": (
+        engine.altered(draft_one, (", q)\n", ")\n"))
+    ),
+    "it drafts after the first new pair; the newest one is the last": engine.altered(
+        draft_one, ("[-1:]\n", "[:1]\n")
+    ),
+}
+
+# ---- rounds --------------------------------------------------------------------------------------
+
+LOOPS = [
+    engine.Loop(0, (1, 0), 4, 2, shape="one"), engine.Loop(1, (1,), 4, 3, shape="one"),
+    engine.Loop(7, (0, 1), 4, 2, shape="one"),
+    engine.Loop(2, (0, 1, 1), 2, 3, Sampling(1.0), "one"),
+    engine.Loop(3, (1, 0), 3, 2, Sampling(0.7), "one"),
+    engine.Loop(4, (1, 0, 1), 2, 2, Sampling(1.3), "chain"),
+    engine.Loop(5, (2, 0), 1, 3, Sampling(1.0, top_k=2), "chain"),
+    engine.Loop(6, (1, 0, 1), 3, 2, Sampling(), "one", context=6),
+]  # fmt: skip
+LOOP_MISTAKES = {
+    "it keeps the rows of rejected drafts; commit the root and the n accepted ones": (
+        engine.altered(rounds, (
+            "cache.length = commit(cache.kv[:, :, 0], cache.length, path)",
+            "cache.length = commit(cache.kv[:, :, 0], cache.length, list(range(len(tree))))",
+        ))
+    ),
+    "it commits the accepted drafts but not the root, which this pass has read, too": (
+        engine.altered(rounds, (
+            "cache.length = commit(cache.kv[:, :, 0], cache.length, path)",
+            "cache.length = commit(cache.kv[:, :, 0], cache.length, path[:-1])",
+        ))
+    ),
+    "every draft stays in the text, accepted or not": engine.altered(
+        rounds, ("[*drafts[:n], fresh]\n        yield text[-len(path) :]",
+                 "[*drafts, fresh]\n        yield text[-len(tree) :]"),
+    ),
+    "p is that of temperature 1 without top-k and top-p: warp the logits of the target, too": (
+        engine.altered(rounds, ("p, drafts = probs(model.logits(hidden))",
+                                "p, drafts = [*model.logits(hidden).softmax(-1)]"))
+    ),
+}  # fmt: skip
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = dict.fromkeys(
@@ -665,6 +790,35 @@ TASKS = [
         ),
         mistakes=GREEDY_MISTAKES,
         shows=(package_greedy_acceptance,),
+    ),
+    Task(
+        name="draft_one",
+        package=package_draft_one,
+        solution=draft_one,
+        judge=engine.drafters(
+            DRAFTINGS, engine.exact_drafts(right_draft), f"{len(DRAFTINGS)} texts, exactly"
+        ),
+        hints=(
+            "The pairs are hidden[path] and text[-len(path):]. Run them, and commit all rows.",
+            "probs(drafter.model.logits(output[-1:])) is [q]. Draw the draft from q, and hand q "
+            "over in the tree: Tree.chain(text[-1], [draft], [q]).",
+        ),
+        mistakes=DRAFT_MISTAKES,
+        shows=(speculative.propose,),
+    ),
+    Task(
+        name="rounds",
+        package=package_rounds,
+        solution=rounds,
+        judge=engine.loops(LOOPS, f"the exact distribution of {len(LOOPS)} texts of toys"),
+        hints=(
+            "Before the loop, one pass reads the prompt, and all of its rows but the last are "
+            "committed: the newest token is the root of the first round's pass.",
+            "n accepted drafts: the path is [0, …, n], the new tokens are the n drafts and the "
+            "fresh one. `propose` wants the hidden states of this pass, and the path.",
+        ),
+        mistakes=LOOP_MISTAKES,
+        shows=(engine.package_rounds,),
     ),
 ]  # fmt: skip
 

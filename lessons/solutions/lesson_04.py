@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from form import Oracle, Question, Task, Wrong
+from own_engine import find_draft
 from torch import Tensor
 
 from minispec import verify
@@ -17,7 +18,9 @@ from minispec.certify.toys import total_variation
 from minispec.distill.medusa import accuracy_of, path_frequencies
 from minispec.methods import adaptive
 from minispec.methods.medusa import RANKS
+from minispec.sampling import Sampling, probs
 from minispec.tree import Tree
+from solutions import engine
 from solutions.common import (
     CHANGED,
     NeverAccepts,
@@ -34,6 +37,9 @@ from solutions.common import (
     speed_distance,
     tensor,
 )
+from solutions.lesson_01 import package_commit as commit
+from solutions.lesson_01 import package_mask as mask
+from solutions.lesson_02 import package_warp as warp
 from solutions.lesson_03 import package_residual as residual
 
 # ---- solutions -----------------------------------------------------------------------------------
@@ -82,6 +88,58 @@ def grow_jointly(positions, nodes):
     return sorted(right, key=lambda path: (-right[path], len(path)))[:nodes]
 
 
+def draft_siblings(model, text, probs, randomness):
+    drafter = find_draft(model, text)
+
+    def propose(text, hidden, path):
+        if not path:
+            return Tree.chain(text[-1], [])
+        output = drafter.run(hidden[path], text[-len(path) :])[-1:]
+        drafter.cache.commit(list(range(len(path))))
+        logits = drafter.model.logits(output)[0]
+        (rest,) = probs(logits[None])
+        n = min(3, int(rest.count_nonzero()))
+        drafts, qs = [], [None]
+        if n == 1:  # greedy
+            drafts, qs = logits.topk(min(3, len(logits))).indices.tolist(), []
+        while len(drafts) < n:
+            qs.append(rest / rest.sum())
+            drafts.append(randomness.categorical(rest))
+            rest = rest.clone()
+            rest[drafts[-1]] = 0
+        return Tree([text[-1], *drafts], [-1] + [0] * len(drafts), qs)
+
+    return propose
+
+
+def rounds(model, text, drafter, randomness, temperature, top_k, top_p):
+    def probs(logits):
+        return [warp(row, temperature, top_k, top_p) for row in logits.cpu().double()]
+
+    cache, propose = model.new_cache(), drafter(model, text, probs, randomness)
+    hidden, path = model(text, cache)[0], list(range(len(text) - 1))
+    cache.length = commit(cache.kv[:, :, 0], 0, path)
+    while cache.length < cache.capacity:
+        tree = propose(text, hidden, path).first(cache.capacity - cache.length)
+        seen = mask(tree.parents, cache.length)
+        depth = seen.sum(-1) - 1 - cache.length
+        hidden = model(tree.tokens, cache, depth, seen)[0]
+        p, path, i = probs(model.logits(hidden)), [0], 0
+        while i is not None:
+            node, children = path[-1], tree.children(path[-1])
+            drafts = tree.tokens_at(children)
+            q = tree.drawn_from(children[0]) if children else None
+            if q is not None:
+                i, fresh = accept_sibling(p[node], q, drafts, randomness)
+            else:  # nobody drew them, or there are none
+                fresh = randomness.categorical(p[node])
+                i = drafts.index(fresh) if fresh in drafts else None
+            path += [] if i is None else [children[i]]
+        cache.length = commit(cache.kv[:, :, 0], cache.length, path)
+        text += [*tree.tokens_at(path[1:]), fresh]
+        yield text[-len(path) :]
+
+
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
 
 
@@ -110,6 +168,35 @@ def package_best_size(gains, costs):
 
 def package_grow_jointly(positions, nodes):
     return list(path_frequencies(torch.tensor(positions).T))[:nodes]
+
+
+def package_draft_siblings(model, text, probs, randomness):
+    draft = find_draft(model, text)
+
+    def propose(text, hidden, path):
+        new = text[len(text) - len(path) :]
+        if not new:
+            return Tree([text[-1]], [-1])
+        outputs = draft.run(hidden[path], new)
+        draft.cache.commit(list(range(len(new))))
+        last = draft.model.logits(outputs[-1:])
+        (q,) = probs(last)
+        best = last[0].topk(min(3, q.numel())).indices.tolist()
+        if (q > 0).sum() == 1:
+            return Tree.merged(text[-1], [[token] for token in best])
+        found, qs = [], []
+        while len(found) < 3 and q.any():
+            qs.append(q / q.sum())
+            found.append(randomness.categorical(q))
+            q = without(q, found[-1])
+        return Tree([text[-1], *found], [-1, *[0] * len(found)], [None, *qs])
+
+    return propose
+
+
+def package_rounds(model, text, drafter, randomness, temperature, top_k, top_p):
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return engine.package_rounds(model, text, drafter, randomness=randomness, **settings)
 
 
 # ---- accept_sibling ------------------------------------------------------------------------------
@@ -936,6 +1023,80 @@ JOINT_MISTAKES = {
     ),
 }  # fmt: skip
 
+# ---- draft_siblings ------------------------------------------------------------------------------
+
+DRAFTINGS = [
+    engine.Drafting(head, text, ends, settings)
+    for head in (False, True)
+    for text, ends in (((1, 2, 0, 2), (3,)), ((2, 0, 0, 1), (2, 4)), ((1, 2), (1, 2)))
+    for settings in (Sampling(), Sampling(0.8, top_k=2))
+] + [engine.Drafting(True, (1, 0, 2), (3,), Sampling(1.0))]
+
+
+def right_siblings(case, text: list[int], randomness) -> Tree:
+    if len(text) == 1:
+        return Tree.chain(text[-1], [])
+    logits = engine.fresh_logits(case, text)
+    if case.sampling.temperature == 0:
+        best = sorted(range(engine.V), key=lambda token: -logits[0, token])
+        return Tree([text[-1], *best], [-1, 0, 0, 0])
+    q, drafts, qs = probs(logits, case.sampling)[0].double(), [], []
+    for _ in range(case.sampling.top_k or 3):
+        qs.append(q / q.sum())
+        drafts.append(randomness.categorical(q))
+        q = without(q, drafts[-1])
+    return Tree([text[-1], *drafts], [-1] + [0] * len(drafts), [None, *qs])
+
+
+DRAFT_MISTAKES = {
+    "it draws siblings with replacement: take a draft out of q before you draw the next": (
+        engine.altered(draft_siblings, ("rest[drafts[-1]] = 0", "pass"))
+    ),
+    "every sibling has the q of the first; judge each by what it was drawn from, q without the "
+    "earlier ones, divided by the sum": engine.altered(
+        draft_siblings, ("qs.append(rest / rest.sum())", "qs.append(probs(logits[None])[0])")
+    ),
+    "if greedy, the drafts are drawn, too, so there is only one: take the three best": (
+        engine.altered(draft_siblings, ("if n == 1:", "if n == 0:"))
+    ),
+    "it commits nothing, so in the next round the drafter has forgotten the text": engine.altered(
+        draft_siblings, ("drafter.cache.commit(list(range(len(path))))", "pass")
+    ),
+}  # fmt: skip
+
+# ---- rounds --------------------------------------------------------------------------------------
+
+LOOPS = [
+    engine.Loop(0, (1, 0), 6, 4, Sampling(), "bushy", "one-hot"),
+    engine.Loop(1, (1,), 6, 4, Sampling(), "deep", "one-hot"),
+    engine.Loop(7, (1, 0), 6, 3, shape="one"),
+    engine.Loop(2, (0, 1, 1), 1, 3, Sampling(1.0), "bushy", "one-hot"),
+    engine.Loop(3, (1, 0), 2, 2, Sampling(0.7), "wide"),
+    engine.Loop(4, (2, 0), 1, 3, Sampling(1.0, top_k=2), "wide"),
+    engine.Loop(5, (1, 0, 1), 1, 3, Sampling(1.2), "deep"),
+    engine.Loop(6, (1, 0, 1), 3, 4, Sampling(), "wide", "one-hot", context=6),
+]  # fmt: skip
+LOOP_MISTAKES = {
+    "its mask is that of a chain; a node sees its ancestors only: your `mask`": engine.altered(
+        rounds, ("hidden = model(tree.tokens, cache, depth, seen)",
+                 "hidden = model(tree.tokens, cache, depth)"),
+    ),
+    "a node's position is its number in the tree; it must be its depth: with your mask, the number "
+    "of nodes that it sees, less 1": engine.altered(
+        rounds, ("depth = seen.sum(-1) - 1 - cache.length", "depth = None")
+    ),
+    "it keeps the first rows of the pass; keep those of the path": engine.altered(
+        rounds, ("cache.length = commit(cache.kv[:, :, 0], cache.length, path)",
+                 "cache.length = commit(cache.kv[:, :, 0], cache.length, [*range(len(path))])"),
+    ),
+    "it accepts one draft at most; go on below an accepted one": engine.altered(
+        rounds, ("path += [] if i is None else [children[i]]",
+                 "path += [] if i is None else [children[i]]\n"
+                 "            if i is not None:\n"
+                 "                fresh, i = randomness.categorical(p[path[-1]]), None"),
+    ),
+}  # fmt: skip
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
@@ -1013,6 +1174,36 @@ TASKS = [
         ),
         mistakes=JOINT_MISTAKES,
         shows=(path_frequencies,),
+    ),
+    Task(
+        name="draft_siblings",
+        package=package_draft_siblings,
+        solution=draft_siblings,
+        judge=engine.drafters(
+            DRAFTINGS, engine.exact_drafts(right_siblings), f"{len(DRAFTINGS)} texts, exactly"
+        ),
+        hints=(
+            "It begins as `draft_one` did. Then draw from q, set q[draft] = 0 in a copy, and draw "
+            "again, as `position` does in section 2.",
+            "Tree([text[-1], *drafts], [-1, 0, 0, 0], [None, q1, q2, q3]), where q2 is q1 without "
+            "the first draft, divided by its sum. Without q's, nobody drew the drafts.",
+        ),
+        mistakes=DRAFT_MISTAKES,
+        shows=(Tree,),
+    ),
+    Task(
+        name="rounds",
+        package=package_rounds,
+        solution=rounds,
+        judge=engine.loops(LOOPS, f"the exact distribution of {len(LOOPS)} texts of toys"),
+        hints=(
+            "Two things change. The pass gets a depth and a mask: your mask has a row for each "
+            "node, and the node's depth is how many nodes it sees, less 1. And accepting walks.",
+            "path = [0]; while the children of path[-1] have an accepted one, append it. Without "
+            "children, the fresh token is drawn from p[path[-1]].",
+        ),
+        mistakes=LOOP_MISTAKES,
+        shows=(verify.accept,),
     ),
 ]  # fmt: skip
 

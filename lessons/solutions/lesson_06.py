@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import torch
 from form import Oracle, Question, Task, Wrong
+from own_engine import find_draft
 from torch import Tensor
 
 from minispec.certify.toys import random_mtp_head, small_model
@@ -15,6 +16,8 @@ from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
+from minispec.tree import Tree
+from solutions import engine
 from solutions.common import call
 from solutions.pure_06 import BEST_K, BEST_NODES, accumulate_values
 
@@ -34,11 +37,23 @@ def chain(drafter, hidden, tokens, k):
     return drafts
 
 
+def draft_chain(model, text, probs, randomness):
+    drafter = find_draft(model, text)
+
+    def propose(text, hidden, path):
+        new = text[len(text) - len(path) :]
+        drafts = chain(drafter, hidden[path], new, 3) if new else []
+        return Tree.chain(text[-1], drafts)
+
+    return propose
+
+
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
 
 
 def package_chain(drafter, hidden, tokens, k):
-    fastmtp.HeadDrafter.extend(drafter, hidden, tokens)
+    drafter.last = drafter.run(hidden, tokens)[-1:]  # as HeadDrafter.extend, also of a draft model
+    drafter.cache.commit(list(range(len(tokens))))
     vocabulary = FullVocabulary(drafter.model)
     return fastmtp.HeadDrafter.chain(drafter, k, Sampling(), Seeded(), vocabulary)[0].tolist()
 
@@ -53,6 +68,18 @@ def package_best_nodes(probs, parents, n):
         paths.append((*paths[parent + 1], i))
     values = dict(zip(paths[1:], accumulate_values(probs, parents)))
     return fastmtp.best_tree(-1, values, n).tokens[1:]
+
+
+def package_draft_chain(model, text, probs, randomness):
+    draft = find_draft(model, text)
+
+    def propose(text, hidden, path):
+        if len(path) == 0:
+            return Tree([text[-1]], [-1])
+        drafts = package_chain(draft, hidden[path], text[-len(path) :], 3)
+        return Tree([text[-1], *drafts], [-1, 0, 1, 2])
+
+    return propose
 
 
 # ---- chain: cases --------------------------------------------------------------------------------
@@ -316,6 +343,34 @@ CHAIN_MISTAKES = {
     ),
 }  # fmt: skip
 
+# ---- draft_chain ---------------------------------------------------------------------------------
+
+DRAFTINGS = [
+    engine.Drafting(head, text, ends)
+    for head in (False, True)
+    for text, ends in (
+        ((1, 2, 0, 2), (3, 4)), ((2, 0, 0, 1, 2, 1), (2, 5, 6)), ((1, 2), (1, 2)),
+        ((0, 1, 2, 2, 0, 1, 1, 0, 2), (4, 5, 8, 9)),
+    )
+]  # fmt: skip
+
+
+def right_chain(case, text: list[int], randomness) -> Tree:
+    return Tree.chain(text[-1], engine.fresh_chain(case, text, 3) if len(text) > 1 else [])
+
+
+DRAFT_MISTAKES = {
+    "the drafter is new in every round and has forgotten the text: find it once, outside of "
+    "`propose`": engine.altered(
+        draft_chain, ("        new =", "        drafter = find_draft(model, text)\n        new =")
+    ),
+    "it drafts two tokens; K is 3": engine.altered(draft_chain, ("new, 3)", "new, 2)")),
+    "the chain is a tree of siblings: each draft follows the one before it": engine.altered(
+        draft_chain, ("Tree.chain(text[-1], drafts)",
+                      "Tree([text[-1], *drafts], [-1] + [0] * len(drafts))"),
+    ),
+}  # fmt: skip
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
@@ -343,6 +398,21 @@ TASKS = [
     ),
     replace(BEST_K, package=package_best_k, shows=(best_draft_size, AcceptanceRates.accept_probs)),
     replace(BEST_NODES, package=package_best_nodes, shows=(fastmtp.best_tree,)),
+    Task(
+        name="draft_chain",
+        package=package_draft_chain,
+        solution=draft_chain,
+        judge=engine.drafters(
+            DRAFTINGS, engine.exact_drafts(right_chain), f"{len(DRAFTINGS)} texts"
+        ),
+        hints=(
+            "It is `draft_one` of lesson 03 with your `chain`, which commits the pairs itself.",
+            "chain(drafter, hidden[path], text[-len(path):], 3) are the drafts, and nobody draws "
+            "them: Tree.chain(text[-1], drafts). Without pairs there are none.",
+        ),
+        mistakes=DRAFT_MISTAKES,
+        shows=(fastmtp.HeadDrafter.propose,),
+    ),
 ]  # fmt: skip
 
 # ---- the quiz ------------------------------------------------------------------------------------

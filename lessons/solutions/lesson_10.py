@@ -1,12 +1,41 @@
-"""Lesson 10: see pure_10.py for its tasks."""
+"""Lesson 10: a drafter that copies or runs a chain; for its other tasks, see pure_10.py."""
 
 import statistics
 from dataclasses import replace
 
-from form import Question
+import torch
+from form import Question, Task
+from own_engine import find_draft, ngrams
 
+from minispec.methods import hybrid
 from minispec.methods.adaptive import best_draft_size, curve_at
+from minispec.tree import Tree
+from solutions import engine
+from solutions.lesson_05 import package_add as add
+from solutions.lesson_05 import package_lookup as lookup
+from solutions.lesson_06 import package_chain as chain
 from solutions.pure_10 import BEST_METHOD, TOKENS_PER_SECOND
+
+# ---- solution ------------------------------------------------------------------------------------
+
+
+def draft_hybrid(model, text, probs, randomness):
+    drafter, pool, waiting = find_draft(model, text), {}, []
+
+    def propose(text, hidden, path):
+        waiting.append(hidden[path])
+        for gram in ngrams(text, len(path), n=6):
+            add(pool, gram, 1)
+        copied = lookup(pool, tuple(text[-3:]))
+        if copied:
+            return Tree.merged(text[-1], copied)
+        pairs = torch.cat(waiting)
+        waiting.clear()
+        new = text[len(text) - len(pairs) :]
+        return Tree.chain(text[-1], chain(drafter, pairs, new, 3) if new else [])
+
+    return propose
+
 
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
 
@@ -28,6 +57,56 @@ def package_best_method(methods, curve, batch):
     return max(worth, key=worth.__getitem__)
 
 
+def package_draft_hybrid(model, text, probs, randomness):
+    draft, pool, kept = find_draft(model, text), {}, []
+
+    def propose(text, hidden, path):
+        kept.extend(hidden[path])
+        pool.update((gram[0], [gram[1:]]) for gram in ngrams(text, len(path), n=6))
+        if followed := pool.get(tuple(text[-3:])):
+            return Tree.merged(text[-1], followed)
+        if not kept:
+            return Tree([text[-1]], [-1])
+        drafts = chain(draft, torch.stack(kept), text[-len(kept) :], 3)
+        kept.clear()
+        return Tree([text[-1], *drafts], [-1, 0, 1, 2])
+
+    return propose
+
+
+# ---- draft_hybrid --------------------------------------------------------------------------------
+
+REPEATED = (0, 1, 2, 0, 0, 1, 1, 2, 2, 0, 1, 2, 1, 0, 0, 1, 1, 2, 0, 2)
+DRAFTINGS = [
+    engine.Drafting(head, text, ends)
+    for head in (False, True)
+    for text, ends in (
+        ((1, 2, 0, 2), (3, 4)), ((1, 2), (1, 2)), (REPEATED, (11, 12, 13, 14)),
+        (REPEATED, (12, 13, 17, 18, 20)),
+    )
+]  # fmt: skip
+
+
+def right_mixture(case, text: list[int], randomness) -> Tree:
+    ends = [end for end in range(3, len(text) - 5) if text[end - 3 : end] == text[-3:]]
+    if ends:
+        return Tree.chain(text[-1], text[ends[-1] : ends[-1] + 6])
+    return Tree.chain(text[-1], engine.fresh_chain(case, text, 3) if len(text) > 1 else [])
+
+
+DRAFT_MISTAKES = {
+    "after a copied round, the drafter lacks the pairs of that round: keep them until it runs": (
+        engine.altered(draft_hybrid, ("if copied:\n", "if copied:\n            waiting.clear()\n"))
+    ),
+    "it never copies": engine.altered(draft_hybrid, ("if copied:", "if False:")),
+    "it only copies; where nothing can be copied, `chain` drafts": engine.altered(
+        draft_hybrid, ("if copied:", "if True:")
+    ),
+    "it copies three tokens; ngrams has an argument n": engine.altered(
+        draft_hybrid, (", n=6", "")
+    ),
+}  # fmt: skip
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
@@ -41,6 +120,22 @@ TASKS = [
         shows=(package_tokens_per_second,),
     ),
     replace(BEST_METHOD, package=package_best_method, shows=(best_draft_size,)),
+    Task(
+        name="draft_hybrid",
+        package=package_draft_hybrid,
+        solution=draft_hybrid,
+        judge=engine.drafters(
+            DRAFTINGS, engine.exact_drafts(right_mixture), f"{len(DRAFTINGS)} texts"
+        ),
+        hints=(
+            "for gram in ngrams(text, len(path), n=6): add(pool, gram, 1). Then "
+            "lookup(pool, tuple(text[-3:])) is [] or a list with one list of six tokens.",
+            "Append hidden[path] to a list in every round. Where the chain drafts, torch.cat of "
+            "that list are the hidden states of all pairs that it has not read; clear the list.",
+        ),
+        mistakes=DRAFT_MISTAKES,
+        shows=(hybrid.CopiesFirst,),
+    ),
 ]  # fmt: skip
 
 # ---- the quiz ------------------------------------------------------------------------------------
