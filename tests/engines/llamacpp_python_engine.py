@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import gguf
@@ -11,9 +12,12 @@ from end_tokens import end_tokens
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from safetensors.torch import load_file
 
+PRECISION = os.environ.get("PRECISION", "float32")
+TYPE = gguf.GGMLQuantizationType[{"float32": "F32", "bfloat16": "BF16"}[PRECISION]]
+
 
 def convert(checkpoint: str) -> str:
-    """Write the checkpoint as a float32 GGUF file without a vocabulary."""
+    """Write the checkpoint as a GGUF file without a vocabulary."""
     config = json.loads(Path(checkpoint, "config.json").read_text())
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     writer = gguf.GGUFWriter(f"{checkpoint}/model.gguf", "llama")
@@ -36,7 +40,9 @@ def convert(checkpoint: str) -> str:
             halves = tensor.view(-1, 2, config["head_dim"] // 2, tensor.shape[1])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         new = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(new, tensor.to(torch.float32).contiguous().numpy())
+        values = tensor.to(torch.float32).contiguous().numpy()
+        kind = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else TYPE  # as it requires
+        writer.add_tensor(new, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -49,7 +55,7 @@ def load(checkpoint: str, lookup: bool) -> llama_cpp.Llama:
     draft = LlamaPromptLookupDecoding(max_ngram_size=2, num_pred_tokens=3) if lookup else None
     return llama_cpp.Llama(
         convert(checkpoint), n_ctx=512, n_threads=1, n_threads_batch=1, draft_model=draft,
-        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, verbose=False)  # fmt: skip
+        type_k=TYPE, type_v=TYPE, verbose=False)  # fmt: skip
 
 
 def generate(lookup, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):

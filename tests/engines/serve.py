@@ -1,6 +1,8 @@
 """Start an engine's server, certify it, and stop it (`make engines` builds .engines):
 
     python tests/engines/serve.py vllm-ngram weights/target [--draft DIR] [flags of certify]
+
+With --bitwise, its plain decoding is the baseline.
 """
 
 import argparse
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 
@@ -95,7 +97,11 @@ if __name__ == "__main__":
     if "{draft}" in str(modes[mode]) and not args.draft:
         p.error(f"{args.server} needs --draft")
     more = CERTIFY_FLAGS[engine]
-    with serving(args.server, args.model, args.draft, more=more) as address:
+    with ExitStack() as servers:
+        address = servers.enter_context(serving(args.server, args.model, args.draft, more=more))
+        if "--bitwise" in flags:
+            plain = serving(f"{engine}-plain", args.model, port=8124, more=more)
+            flags += ["--baseline", servers.enter_context(plain)]
         flags = ["--server", address, "--model", args.model, *flags]
         code = subprocess.run([sys.executable, "-m", "minispec.certify", *flags]).returncode
     sys.exit(code)

@@ -7,6 +7,8 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
+PRECISION = os.environ.get("PRECISION", "float32")
+
 
 def engine(**speculation):
     """Make a decoding function; `speculation` is vLLM's speculative_config, where {} stands for the
@@ -20,7 +22,7 @@ def engine(**speculation):
             loaded.clear()
             config = {name: str(value).format(folder) for name, value in speculation.items()}
             loaded[folder] = LLM(
-                folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
+                folder, skip_tokenizer_init=True, dtype=PRECISION, enforce_eager=True,
                 num_gpu_blocks_override=512,  # clearing all that it would take lasts a second
                 disable_log_stats=False, speculative_config=config or None)  # fmt: skip
             # in a second engine this would fail if numba is loaded, as it is by ngram
