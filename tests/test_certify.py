@@ -559,7 +559,8 @@ def test_a_precision_that_is_not_stated_is_named(tmp_path, capsys):
 
 
 def nudge(module, inputs, output):
-    """Round otherwise if a pass has several rows: every number by four of its steps."""
+    """Round otherwise if a pass has several rows: every number by four of its steps. vLLM's CPU
+    engine does this in sums of more than 1,024 numbers."""
     if output.shape[1] > 1:
         output *= 1 + 4 * torch.finfo(output.dtype).eps
 
@@ -569,7 +570,7 @@ def in_precision(folder: str, dtype: str, bitwise: bool, nudged: bool):
     model = load(folder, dtype, "cpu")[0]
     if bitwise:
         optimize(model, bitwise=True)
-    if nudged:
+    if nudged and model.config.intermediate_size > 1024:
         model.model.layers[0].mlp.register_forward_hook(nudge)
     return model
 
@@ -602,7 +603,7 @@ def test_drafts_that_leave_the_bits_alone_pass(dtype, monkeypatch):
     "ours, plain",
     [({"nudged": True}, {"nudged": True}),
      ({"dtype": "float32"}, {}), ({"dtype": "float64", "bitwise": False}, {})],
-    ids=["passes over several rows", "another precision", "no rounding"],
+    ids=["long sums in passes over several rows", "another precision", "no rounding"],
 )  # fmt: skip
 def test_another_rounding_fails(ours, plain, monkeypatch):
     baseline = engine("autoregressive", **plain)

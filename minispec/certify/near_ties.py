@@ -12,7 +12,7 @@ from minispec.generate.api import common_prefix_length
 from minispec.model import Transformer
 from minispec.remote.identity import answer_logits
 
-SEARCHED, CHOSEN = 256, 8  # prompts of one length
+SEARCHED, CHOSEN = 64, 8  # prompts of one length
 TOKENS = 64  # of an answer
 
 
