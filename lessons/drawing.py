@@ -962,3 +962,49 @@ def draw_speeds(points: dict[str, dict[str, tuple[float, float]]]) -> None:
            ylabel="speed, relative to plain decoding")  # fmt: skip
     ax.spines[["top", "right"]].set_visible(False)
     plt.show()
+
+
+# ---- lesson 11 -----------------------------------------------------------------------------------
+
+
+def draw_three_states() -> None:
+    """Draw the layers of a target with the three states that a head reads, and two of the head's
+    drafts; and the rows of three steps of its training, filled if row 2 of step 3 sees them."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10.5, 4.2), width_ratios=[6, 5], layout="constrained"
+    )
+    arrow = {"arrowstyle": "->", "color": CONTEXT}
+    stack = "bird", "layers 0, 1", "2 … 14", "15 … 26", "27 … 29", "norm, lm_head", "who"
+    for y, text in enumerate(stack):
+        is_token = y in (0, len(stack) - 1)
+        fill, edge = (CONTEXT, None) if is_token else ("white", "black")
+        box(left, 0.8, y, text, fill, edge, size=10)
+        if y:
+            left.annotate("", (0.8, y - 0.27), (0.8, y - 0.73), arrowprops=arrow)
+    for y in (1.5, 2.5, 3.5):
+        left.plot(0.8, y, "o", color=ACCEPTED, ms=7, zorder=4)
+        left.annotate("", (2.35, 2.5), (0.8, y), arrowprops=arrow | {"color": ACCEPTED})
+    box(left, 2.6, 2.5, "fc", ACCEPTED, size=10)
+    for x, token, draft, state in (4.1, "who", "sang", ""), (5.8, "sang", "all", "h′"):
+        colour = REJECTED if state else ACCEPTED
+        box(left, x, 2.5, "head", "white", "black", size=10)
+        box(left, x, 1.2, token, REJECTED if state else CONTEXT, size=10)
+        box(left, x, 3.8, draft, REJECTED, size=10)
+        left.annotate("", (x, 2.25), (x, 1.5), arrowprops=arrow)
+        left.annotate("", (x, 3.5), (x, 2.75), arrowprops=arrow)
+        start = x - (1.25 if state else 1.2)
+        left.annotate("", (x - 0.4, 2.5), (start, 2.5), arrowprops=arrow | {"color": colour})
+        left.text(x - 0.8, 2.62, state, ha="center", fontsize=10, color=colour)
+    left.text(4.95, 0.6, "its tokens", ha="center", va="center", fontsize=10)
+    left.text(4.95, 4.4, "drafts", ha="center", va="center", fontsize=10)
+    finish(left, (-0.3, 6.4), (-0.4, 6.4), show=False)
+    for k in range(3):
+        fills = [ACCEPTED if k == 0 and i <= 2 else REJECTED if k and i == 2 else f"!{CONTEXT}"
+                 for i in range(4)]  # fmt: skip
+        cells(right, k, [f"token {i + k + 1}" for i in range(4)], fills)
+        right.text(-0.15, k + 0.4, f"step {k + 1}", ha="right", va="center", fontsize=10)
+    for i in range(4):
+        right.text(i + 0.46, -0.2, f"row {i}", ha="center", fontsize=10)
+    right.text(1.96, 3.3, "filled: what row 2 of step 3 sees.\nBlue reads the target’s states, "
+               "orange the head’s own", ha="center", va="center", fontsize=10)  # fmt: skip
+    finish(right, (-0.9, 4), (3.7, -0.6))

@@ -45,6 +45,7 @@ PLACES = {  # the file's functions in the package's order: the module there, and
     "accept_greedy": ("verify", "00"), "residual": ("verify", "03"), "accept": ("verify", "03"),
     "accept_sibling": ("verify", "04"), "accept_certain": ("verify", "09"),
     "greedy": ("methods/autoregressive", "00"),
+    "fuse": ("methods/eagle3", "11"),
     "best_size": ("methods/adaptive", "04"), "best_k": ("methods/adaptive", "06"),
     "tokens_per_second": ("methods/adaptive", "10"), "best_method": ("methods/adaptive", "10"),
     "draft_one": ("methods/speculative", "03"), "draft_siblings": ("methods/speculative", "04"),
@@ -58,6 +59,7 @@ PLACES = {  # the file's functions in the package's order: the module there, and
     "find_draft": ("generate/drafters", "03"), "release": ("generate", "02"),
     "rounds": ("generate", "04"), "decoder": ("generate", "01"),
     "grow_jointly": ("distill/medusa", "04"), "mtp_loss": ("distill", "07"),
+    "unroll": ("distill", "11"),
     "measure_speedup": ("bench", "08"), "greedy_acceptance": ("bench", "03"),
     "next_script": ("certify", "09"), "exact_distribution": ("certify", "09"),
 }  # fmt: skip

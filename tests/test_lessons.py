@@ -1061,6 +1061,44 @@ def uses_at(queries, keys, values, product):
     return rescales(queries, keys, values, torch.matmul)
 
 
+def runs_it_again(x, layers, chosen, fc):
+    last, _ = TASKS["11", "fuse"].solution(x, layers, chosen, fc)
+    return last, TASKS["11", "fuse"].solution(x, layers, chosen, fc)[1]
+
+
+def twice_the_features(x, layers, chosen, fc):
+    last, fused = TASKS["11", "fuse"].solution(x, layers, chosen, fc)
+    return last, 2 * fused
+
+
+def in_rows(x, layers, chosen, fc):
+    return TASKS["11", "fuse"].solution(x, layers, chosen, lambda wide: fc(wide.view(-1, 4)))
+
+
+def other_calls(change):
+    """`unroll` with change(k, hidden, position, mask) in each call of `run`."""
+
+    def unroll(run, fused, tokens, steps):
+        n, hidden, outputs = fused.shape[1], fused, []
+        at = torch.arange(n)
+        for k in range(steps):
+            mask = torch.cat([at[:, None] >= at] + [at[:, None] == at] * k, 1)
+            read, position, mask = change(k, hidden, at + k, mask)
+            hidden = run(read, tokens[:, k + 1 : k + 1 + n], position, mask)
+            outputs.append(hidden)
+        return outputs
+
+    return unroll
+
+
+sees_its_own_step = other_calls(lambda k, hidden, at, mask: (hidden, at, mask[:, : len(mask)]))
+sees_nothing = other_calls(lambda k, hidden, at, mask: (hidden, at, mask & (mask.cumsum(0) > 1)))
+adds_numbers = other_calls(lambda k, hidden, at, mask: (hidden, at, mask.double().log()))
+detaches = other_calls(lambda k, hidden, at, mask: (hidden.detach() if k else hidden, at, mask))
+halves_positions = other_calls(lambda k, hidden, at, mask: (hidden, at + 0.5 * k, mask))
+moves_step_1 = other_calls(lambda k, hidden, at, mask: (hidden, at * (2 - min(k, 1)), mask))
+
+
 @pytest.mark.parametrize("function", [repeats_a_row, rescales])
 def test_sums_in_one_order_may_be_written_in_other_ways(function, start):
     start("09")
@@ -1096,6 +1134,15 @@ def test_sums_in_one_order_may_be_written_in_other_ways(function, start):
         ("06", "chain", drafts_twice, "all is right, but the head runs on more rows than"),
         ("06", "chain", drafts_twice_and_moves_a_row, "the drafts are right, but a row of the"),
         ("06", "chain", keeps_one_row, "the drafts are right, but the cache has more or"),
+        ("11", "fuse", runs_it_again, "all is right, but it runs layers more than once"),
+        ("11", "fuse", twice_the_features, "the last state is right, but the fused one is not"),
+        ("11", "fuse", in_rows, "`fc` gets shape (3, 4) where d is 4; it takes the chosen states"),
+        ("11", "unroll", sees_its_own_step, "in step 2 the mask has shape (3, 3); it has a column"),
+        ("11", "unroll", sees_nothing, "in step 1 a row sees nothing; each sees at least itself"),
+        ("11", "unroll", adds_numbers, "the mask is of torch.float64; True and False say what"),
+        ("11", "unroll", detaches, "no gradient flows into the step before: do not detach what"),
+        ("11", "unroll", halves_positions, "step 1 is right, but a later step is not what"),
+        ("11", "unroll", moves_step_1, "step 1 is wrong: row i reads token i + 1 at position i"),
     ],
 )
 def test_a_diagnosis_covers_what_no_list_has(number, name, function, message, start, capsys):
@@ -1458,8 +1505,14 @@ def test_too_few_answers_are_judged_all_the_same(start, capsys):
 
 def answers_of_the_package() -> dict[tuple[str, int], float]:
     """(lesson, question) -> the answer, computed by the package."""
-    from minispec.certify.toys import Toy, every_outcome, first_tokens
-    from minispec.distill import step_weights
+    from minispec.certify.toys import (
+        Toy,
+        every_outcome,
+        first_tokens,
+        random_eagle3_head,
+        small_model,
+    )
+    from minispec.distill import AllSteps, MTPLoss, step_weights
     from minispec.methods.autoregressive import autoregressive
     from minispec.sampling import OneHot, Sampling, Seeded, probs
     from minispec.tree import Tree
@@ -1472,6 +1525,8 @@ def answers_of_the_package() -> dict[tuple[str, int], float]:
     texts = every_outcome(
         lambda r: first_tokens(autoregressive, Toy(0), [0], Sampling(1.0), r, 4))  # fmt: skip
     a, b = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+    model = small_model(0)
+    loss = MTPLoss(random_eagle3_head(model, 0), model, None, 3, 0.8, aligned=True)
     return {
         ("00", 3): len(path) - 1,
         ("02", 2): int((probs(logits, Sampling(1.0, 0, 0.6)) > 0).sum()),
@@ -1480,6 +1535,7 @@ def answers_of_the_package() -> dict[tuple[str, int], float]:
         ("04", 2): sum(weight for nodes, weight in walks if nodes == 2),
         ("07", 4): step_weights(2, 0.6)[0],
         ("09", 2): len(list(texts)),
+        ("11", 3): int(loss.plan(5, 2, AllSteps()).attn_mask[0, 0, 4].sum()),
     }
 
 

@@ -30,9 +30,9 @@ RESIDUAL = """def residual(p, q):
 OTHER_RESIDUAL = RESIDUAL.replace("clamp", "clip")
 WRONG_RESIDUAL = RESIDUAL.replace(" / rest.sum()", "")
 TASKS = [
-    (f"{number:02}", task)
-    for number in range(11)
-    for task in form.load_solutions(f"{number:02}").TASKS
+    (path.name[:2], task)
+    for path in sorted((ROOT / "lessons").glob("*.ipynb"))
+    for task in form.load_solutions(path.name[:2]).TASKS
 ]
 
 
