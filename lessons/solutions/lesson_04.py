@@ -18,7 +18,7 @@ from minispec.certify.toys import total_variation
 from minispec.distill.medusa import accuracy_of, path_frequencies
 from minispec.methods import adaptive
 from minispec.methods.medusa import RANKS
-from minispec.sampling import Sampling, probs
+from minispec.sampling import OneHot, Sampling, probs
 from minispec.tree import Tree
 from solutions import engine
 from solutions.common import (
@@ -154,7 +154,8 @@ def package_accept_sibling(p, q, drafts, randomness):
     drawn_from = [None, *itertools.accumulate(drafts[:-1], without, initial=q)]
     n = len(drafts)
     tree = Tree([0, *drafts], [-1] + [0] * n, drawn_from[: n + 1])
-    path, fresh, *_ = verify.accept([p] * (n + 1), tree, randomness)
+    after = OneHot([0] * n, len(p))  # whose draws, after an accepted sibling, are none
+    path, fresh, *_ = verify.accept([p, *after], tree, randomness)
     return (None, fresh) if len(path) == 1 else (path[1] - 1, drafts[path[1] - 1])
 
 
