@@ -381,7 +381,7 @@ def lesson_needed(name: str, lesson: str) -> str:
 
 
 GREEDY = "--greedy-only", "--requests", "100"
-EXACT = "--checks", "exact", "--only", "T=1 ", "--outcomes", "20", "--length", "2"
+EXACT = "--checks", "exact", "--only", "T=1 top-k 0 top-p 0.8", "--outcomes", "20", "--length", "2"
 
 
 def certify_stage(lesson: str, folder: Path) -> str:
