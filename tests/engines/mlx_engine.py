@@ -1,6 +1,7 @@
 """mlx-lm 0.32.2's generators, with mlx's CPU backend, as black boxes for the certifier."""
 
 import functools
+import os
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step, speculative_generate_step
@@ -8,7 +9,14 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
 mx.set_default_device(mx.cpu)
-read = functools.cache(load)
+PRECISION = getattr(mx, os.environ.get("PRECISION", "float32"))
+
+
+@functools.cache
+def read(folder: str) -> tuple:
+    model, tokenizer = load(folder)
+    model.set_dtype(PRECISION)
+    return model, tokenizer
 
 
 def generate(speculate, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):

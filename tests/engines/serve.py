@@ -2,7 +2,7 @@
 
     python tests/engines/serve.py vllm-ngram weights/target [--draft DIR] [flags of certify]
 
-With --bitwise, its plain decoding is the baseline.
+With --bitwise, its plain decoding is the baseline. PRECISION is vLLM's dtype.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 
 VLLM_COMMAND = (".engines/vllm/bin/python -m vllm.entrypoints.openai.api_server --model {model} "
-                "--port {port} --dtype float32 --enforce-eager")  # fmt: skip
+                "--port {port} --dtype {precision} --enforce-eager")  # fmt: skip
 LLAMACPP_COMMAND = (".engines/llamacpp/build/bin/llama-server -m {model} --port {port} --no-webui "
                     "-c 8192")  # fmt: skip
 K3 = {"num_speculative_tokens": 3}
@@ -56,7 +56,9 @@ def serving(server: str, model: str, draft: str = "", port: int = 8123,
         command += ["--speculative-config", json.dumps(VLLM_MODES[mode])]
     if server == "vllm-mtp":
         command += ["--hf-overrides", '{"num_nextn_predict_layers": 1}']
-    for name, value in ("{model}", model), ("{draft}", draft), ("{port}", str(port)):
+    precision = os.environ.get("PRECISION", "float32")
+    values = {"{model}": model, "{draft}": draft, "{port}": str(port), "{precision}": precision}
+    for name, value in values.items():
         command = [word.replace(name, value) for word in command]
     process = subprocess.Popen(command + more.split(), stdout=subprocess.DEVNULL)
     try:
