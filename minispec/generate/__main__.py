@@ -32,8 +32,6 @@ FILES = "weights", "vocabulary", "paths"  # the kinds of options whose flags may
 EXCLUSIVE = [  # two flags, and why they cannot be combined
     ("k", "tree", "--k drafts a chain and --tree a tree; choose one"),
     ("verify", "tree", "--verify block is for chains, not for a --tree"),
-    ("draft_temperature", "tree",
-     "--draft-temperature is for chains: the nodes of a --tree are not sampled"),
     ("draft", "heads", "--draft and --heads are mutually exclusive"),
     ("draft", "tree", "--tree is for heads, not for --draft"),
     ("draft", "vocabulary", "--vocabulary is for heads, not for --draft"),

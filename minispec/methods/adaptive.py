@@ -75,12 +75,12 @@ class FixedK(Policy):
 class FixedNodes(FixedK):
     """Keeps the same number of candidates in every round. `shape` is the expansion's width, after a
     first level of one row, and its depth. By default, both grow with the number of nodes: from
-    4 × 4 for 4 nodes to 10 × 8 for 60."""
+    1 × 1 for one and 4 × 4 for 4 nodes to 10 × 8 for 60."""
 
     def __init__(self, nodes: int, shape: tuple[int, int] | None = None):
         super().__init__(nodes, "tree", " node")
         depth = min(nodes, round(math.log2(nodes)) + 2)
-        self.shape = shape or (max(4, round(1.3 * math.sqrt(nodes))), depth)
+        self.shape = shape or (min(nodes, max(4, round(1.3 * math.sqrt(nodes)))), depth)
 
     def width(self, level: int, values: Tensor | None = None) -> int:
         return self.shape[0] if level < self.shape[1] else 0

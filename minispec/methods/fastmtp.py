@@ -26,13 +26,14 @@ from minispec.methods.declaration import (
 )
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import CHUNK, Block, Config, ForwardContext, Rope, Transformer, make_context
-from minispec.sampling import Randomness, Sampling, draw
+from minispec.sampling import Randomness, Sampling, draw, warp
 from minispec.tree import Step, Tree
 from minispec.verify import Rule, accept, accept_block
 
 HEAD_CASES = [  # to try, with any recurrent head
     {"k": 1}, {"k": 2}, *({"k": k, "draft_sampling": Sampling()} for k in (1, 2, 3, 6)),
-    {"k": 2, "rule": accept_block}, {"k": "auto"}, {"tree": 1}, {"tree": 20}, {"tree": "auto"},
+    {"k": 2, "rule": accept_block}, {"k": "auto"}, {"tree": 1}, {"tree": 2},
+    *({"tree": nodes, "draft_sampling": Sampling()} for nodes in (20, "auto")),
 ]  # fmt: skip
 CHILDREN = 10  # candidates below each expanded node of a tree, as in EAGLE-2's code
 
@@ -146,6 +147,23 @@ class Drafter:
         self.policy.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
 
 
+class Draws:
+    """Tokens drawn one after the other, without replacement, from a distribution q (V,). Each comes
+    with the distribution that it was drawn from: q, renormalised without the earlier ones."""
+
+    def __init__(self, q: Tensor, randomness: Randomness):
+        self.rest, self.randomness = q, randomness
+        self.drawn: list[tuple[Tensor, Tensor]] = []  # the tokens (1,) and their distributions
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        while len(self.drawn) <= i:
+            token = torch.tensor([self.randomness.categorical(self.rest)])
+            self.drawn.append((token, self.rest))
+            rest = self.rest.index_fill(0, token, 0.0)
+            self.rest = rest / rest.sum()
+        return self.drawn[i]
+
+
 class HeadDrafter(Drafter):
     """Drafts with a head: a chain of `k` or, if `nodes` is not 0, a tree; both may be policies.
 
@@ -256,6 +274,8 @@ class HeadDrafter(Drafter):
         """A tree of at most `free_rows` nodes below the newest token: those of highest value, as
         in EAGLE-2 (Li et al. 2024, section 4). A node's value is the product of the head's
         probabilities along its path. If `others` have a candidate too, the larger value counts."""
+        if self.sampling.temperature and not others:
+            return self.drawn_tree(tokens[-1], free_rows, draft_head)
         policy, paths, values = self.policy, [()], {}
         if (self.pending or self.last is not None) and policy.drafting([*others.values()]):
             # in one copy to the host; float64 represents every token id exactly
@@ -266,31 +286,68 @@ class HeadDrafter(Drafter):
         n = policy.choose([*values.values()], free_rows)
         return best_tree(tokens[-1], values, n)
 
-    def flush_and_expand(self, policy: Policy, draft_head: DraftHead) -> Tensor:
+    def drawn_tree(self, root: int, free_rows: int, draft_head: DraftHead) -> Tree:
+        """A tree for sampling: the children of a node are drawn from the head's distribution there,
+        without replacement. Whether a draft is kept must not depend on which token was drawn, so
+        the value of the i-th child is that of the i-th most likely token."""
+        tokens, parents, draft_probs = [root], [-1], [None]
+        policy, values, above, draws = self.policy, [], [], []
+        if (self.pending or self.last is not None) and policy.drafting():
+            _, above, values = self.flush_and_expand(policy, draft_head, draws).tolist()
+        values = [max(0.0, policy.calibration * value) for value in values]  # 0 if it is NaN
+        best = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+        best = best[: policy.choose(values, free_rows)]
+        node_of = {-1: 0}
+        for i in sorted(i for i in best if values[i] > 0):
+            row, rank = divmod(i, len(values) // len(draws))
+            token, q = draws[row][rank]
+            node_of[i] = len(tokens)
+            tokens += draft_head.to_full_ids(token).tolist()
+            parents.append(node_of[int(above[i])])
+            draft_probs.append(draft_head.scatter(q))
+        return Tree(tokens, parents, draft_probs)
+
+    def flush_and_expand(
+        self, policy: Policy, draft_head: DraftHead, draws: list[Draws] | None = None
+    ) -> Tensor:
         """Run the head on everything that is pending; then see `expand`."""
         self.flush_pending()
         return self.expand(
-            lambda *found: min(policy.width(*found), self.cache.free_rows), draft_head
+            lambda *found: min(policy.width(*found), self.cache.free_rows), draft_head, draws
         )
 
-    def expand(self, width: Callable[[int, Tensor], int], draft_head: DraftHead) -> Tensor:
+    def children(self, logits: Tensor, draws: list[Draws] | None) -> tuple[Tensor, Tensor]:
+        """The probabilities (rows, CHILDREN) of the best tokens after some rows, and the tokens. If
+        there is a list of `draws`, append each row's to it."""
+        if draws is None:
+            p = logits.float().softmax(-1)  # (rows, V)
+        else:
+            p = warp(logits, self.sampling).cpu()
+            draws += [Draws(q, self.randomness) for q in p]
+        return p.topk(min(CHILDREN, p.shape[-1]))
+
+    def expand(
+        self, width: Callable[[int, Tensor], int], draft_head: DraftHead,
+        draws: list[Draws] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Candidates for a tree. In each level, the head reads the best candidates of the level
         above in one pass, each with the head's output at its parent; `width` is as in Policy. A
         row sees its ancestors only, at its depth's position. The cache keeps all rows until the
         last level is done. Returns each candidate's token, the index of its parent (-1: the root)
-        and its value, (3, N), float64."""
+        and its value, (3, N), float64. With `draws`, the candidates' tokens are theirs."""
         start, states = self.cache.length, self.last
-        value = states.new_ones(1, dtype=torch.float32)  # of the rows that are expanded
-        parent = torch.full((1,), -1, device=states.device)
-        seen = torch.ones(1, 0, dtype=torch.bool, device=states.device)  # by the rows, of all rows
+        device = states.device if draws is None else "cpu"
+        value = torch.ones(1, device=device)  # of the rows that are expanded
+        parent = torch.full((1,), -1, device=device)
+        seen = torch.ones(1, 0, dtype=torch.bool, device=device)  # by the rows, of all rows
         levels: list[Tensor] = []  # the candidates, (3, n) each
         while True:
-            p = draft_head.logits(states).float().softmax(-1)  # (rows, V)
-            p, token = p.topk(min(CHILDREN, p.shape[-1]))
+            p, token = self.children(draft_head.logits(states), draws)
             found = draft_head.to_full_ids(token), parent[:, None], value[:, None] * p
             levels.append(torch.stack([x.double().expand_as(p).flatten() for x in found]))
             tokens, _, values = levels[-1]
-            n = min(width(len(levels), values), len(values))
+            likely = len(values) if draws is None else int((values > 0).sum())
+            n = min(width(len(levels), values), likely)
             if n < 1:
                 break
             value, best = values.topk(n)
@@ -299,7 +356,11 @@ class HeadDrafter(Drafter):
             own = torch.eye(n, dtype=torch.bool, device=best.device)
             depth = best.new_full((n,), len(levels) - 1 - seen.shape[1])
             seen = torch.cat([seen[above], own], 1)
-            states = self.run(states[above], tokens[best].long(), depth, seen)
+            token = tokens[best].long()
+            if draws is not None:
+                drawn = [draws[i // p.shape[1]][i % p.shape[1]][0] for i in parent.tolist()]
+                token = draft_head.to_full_ids(torch.cat(drawn))
+            states = self.run(states[above.to(states.device)], token, depth, seen)
             self.cache.commit(list(range(n)))
         self.cache.truncate(start)
         return torch.cat(levels, 1)
@@ -320,7 +381,7 @@ def best_tree(root: int, values: Values, n: int) -> Tree:
     "fastmtp", bench=[{"k": 2}, {"k": 3}, {"k": "auto"}, {"tree": 8}, {"tree": "auto"}],
     cases=[*HEAD_CASES, {"k": 2, "vocabulary": "two"}, {"tree": 4, "vocabulary": "two"},
            {"k": 2, "draft_sampling": Sampling(2.0), "vocabulary": "two"}],
-    waits={"": (1, None), "tree": (2, 2)},
+    waits={"": (1, None), "tree": (2, None)},
 )  # fmt: skip
 def fastmtp(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
@@ -331,9 +392,9 @@ def fastmtp(
     that chooses K for each round (see adaptive). With a `tree`, draft a tree of that many nodes
     instead, or one that a policy chooses for each round.
 
-    The head drafts over the `vocabulary` of the text's language (default: the full one). In a chain
-    it samples with `draft_sampling` (default: the target's). Any choice is lossless. `head_cache`
-    may hold the head's rows for a prefix of the text in `cache`.
+    The head drafts over the `vocabulary` of the text's language (default: the full one). It samples
+    with `draft_sampling` (default: the target's). Any choice is lossless. `head_cache` may hold the
+    head's rows for a prefix of the text in `cache`.
     """
     cache = cache or model.new_cache()
     drafter = head.start(model, cache, head_cache, sampling=draft_sampling or sampling,

@@ -44,10 +44,11 @@ LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is 
 @method(
     "hybrid", bench=[{"k": 3}, {"k": "auto"}, {"tree": "auto"}],
     cases=[{"k": 1, "lookup_k": 2}, {"k": 2, "vocabulary": "two"}, {"draft_sampling": Sampling()},
-           {"k": 2, "rule": accept_block}, {"k": "auto", "lookup_k": "auto"}, {"tree": 6},
-           {"tree": "auto"}, {"draft": "other", "k": 2}, {"draft": "other", "k": "auto"},
+           {"k": 2, "rule": accept_block}, {"k": "auto", "lookup_k": "auto"}, {"tree": 2},
+           *({"tree": nodes, "draft_sampling": Sampling()} for nodes in (6, "auto")),
+           {"draft": "other", "k": 2}, {"draft": "other", "k": "auto"},
            {"head": "eagle3", "k": 2}],
-    waits={"": (1, None), "draft": (2, None), "tree": (2, 2)},
+    waits={"": (1, None), "draft": (2, None), "tree": (2, None)},
 )  # fmt: skip
 def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,

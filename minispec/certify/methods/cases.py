@@ -268,15 +268,18 @@ def exact_cases(methods: list[Declared] | None = None) -> Iterator[ExactCase]:
 
 def smaller(over_three: ExactCase, over_two: ExactCase) -> ExactCase:
     """The case over three tokens or, if it samples three drafts at once, over two; with a number of
-    tokens that a run of four rounds suggests."""
+    tokens that a run of 15 rounds suggests, but only two if it samples trees."""
     run = over_three.method(over_three.model, [*over_three.prompt], Sampling(1.0), Seeded(3))
-    trees = [step.tree for step, _ in zip(run, range(5)) if step.tree]
+    trees = [step.tree for step, _ in zip(run, range(16)) if step.tree]
     depth, nodes = max([1, *(max(t.depths) for t in trees)]), max(map(len, trees))
     sampled = any(q is not None for tree in trees for q in tree.draft_probs)
     toy = isinstance(over_three.model, Toy)
     samplings = tuple(SAMPLINGS) if toy and depth < 3 else ("T=1",)
     case = over_two if sampled and nodes > 3 else over_three
-    return replace(case, n=min(depth + 1, 3 if sampled or not toy else 4), samplings=samplings)
+    most = 3 if sampled or not toy else 4
+    if sampled and not toy and not all(tree.is_chain for tree in trees):
+        most = 2
+    return replace(case, n=min(depth + 1, most), samplings=samplings)
 
 
 @functools.cache
