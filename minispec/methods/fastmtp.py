@@ -379,7 +379,7 @@ def best_tree(root: int, values: Values, n: int) -> Tree:
 
 @method(
     "fastmtp", bench=[{"k": 2}, {"k": 3}, {"k": "auto"}, {"tree": 8}, {"tree": "auto"}],
-    cases=[*HEAD_CASES, {"k": 2, "vocabulary": "two"}, {"tree": 4, "vocabulary": "two"},
+    cases=[*HEAD_CASES, {"k": 2, "vocabulary": "two"}, {"tree": 2, "vocabulary": "two"},
            {"k": 2, "draft_sampling": Sampling(2.0), "vocabulary": "two"}],
     waits={"": (1, None), "tree": (2, None)},
 )  # fmt: skip
