@@ -298,7 +298,6 @@ def test_every_source_gives_the_same_prompt(folder, capsys, tmp_path, monkeypatc
         (["x", "--color", "--json"], "--color and --json are mutually exclusive"),
         (["x", "--method", "fastmtp", "--tree", "0", "--model", "nowhere"], "--tree 0 must be"),
         (["x", "--method", "hybrid", "--tree", "8", "--draft", "x"], "--tree is for heads, not"),
-        (["x", "--method", "fastmtp", "--tree", "8", "--draft-temperature", "1"], "not sampled"),
     ],
 )  # fmt: skip
 def test_user_errors_are_one_line_and_exit_code_2(folder, arguments, match, capsys):

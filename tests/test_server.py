@@ -420,7 +420,7 @@ def test_a_server_that_fails_on_a_request_fails_that_check():
         (DropsConnection, "greedy", "broke off its answer"),
         (InternalError, "prompts", "HTTP 500: out of memory"),
     ):
-        verdicts = examine(byte_server(server_class), checks=("greedy",), only=only)
+        verdicts = examine(byte_server(server_class), checks=("greedy",), only=only, requests=400)
         (verdict,) = [v for v in verdicts if v.passed is False and v.case == "prompts"]
         assert snippet in verdict.detail and "\n" not in verdict.detail
         assert len(verdict.evidence["prompt"]) > 100
@@ -814,7 +814,7 @@ class Aborts(CorrectServer):
 
 
 def test_answers_that_a_server_breaks_off_do_not_fail_a_row():
-    verdicts = examine(byte_server(Aborts), checks=("greedy", "limits"))
+    verdicts = examine(byte_server(Aborts), checks=("greedy", "limits"), requests=150)
     assert not failures(verdicts), failures(verdicts)
     assert any("not judged: " in v.detail and "finish_reason 'abort' may be" in v.detail
                for v in verdicts)  # fmt: skip

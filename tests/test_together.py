@@ -65,7 +65,7 @@ REFUSED = [
     ("--chat", "--prompt-ids"), ("--chat", "--prompt-file"), ("--prompt-ids", "--prompt-file"),
     ("--prompt-ids", "prompt"), ("--prompt-file", "prompt"), ("--color", "--json"),
     ("--color=full", "--json"), ("--draft", "--heads"), ("--draft", "--vocabulary"),
-    ("--draft", "--tree"), ("--k", "--tree"), ("--draft-temperature", "--tree"),
+    ("--draft", "--tree"), ("--k", "--tree"),
     ("--verify block", "--tree"), ("--bitwise", "--compile"),
 ]  # fmt: skip
 NO_TREE = {"tree", "draft"}, {"tree", "draft_cache"}  # arguments that are refused together
