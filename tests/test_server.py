@@ -420,7 +420,7 @@ def test_a_server_that_fails_on_a_request_fails_that_check():
         (DropsConnection, "greedy", "broke off its answer"),
         (InternalError, "prompts", "HTTP 500: out of memory"),
     ):
-        verdicts = examine(byte_server(server_class), checks=("greedy",), only=only, requests=400)
+        verdicts = examine(byte_server(server_class), checks=("greedy",), only=only, requests=1000)
         (verdict,) = [v for v in verdicts if v.passed is False and v.case == "prompts"]
         assert snippet in verdict.detail and "\n" not in verdict.detail
         assert len(verdict.evidence["prompt"]) > 100
