@@ -81,7 +81,7 @@ def failures(verdicts) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_a_correct_server_passes():
-    verdicts = examine(byte_server(), requests=420, samplings=SERVER_SAMPLINGS[4:])
+    verdicts = examine(byte_server(), requests=600, samplings=SERVER_SAMPLINGS[4:])
     assert not failures(verdicts), verdicts
     assert {v.check for v in verdicts if v.passed} == {
         "server", "greedy", "limits", "sampled", "distribution", "drafts",
@@ -361,7 +361,7 @@ class IdsInLogprobs(CorrectServer):
     (IdsInLogprobs, "accepts token ids, returns token ids", "distribution", []),
 ])  # fmt: skip
 def test_servers_with_other_formats_are_supported(server_class, snippet, check, missing):
-    options = dict(requests=130, samplings=SERVER_SAMPLINGS[2:3], checks=(check, "limits"))
+    options = dict(requests=400, samplings=SERVER_SAMPLINGS[2:3], checks=(check, "limits"))
     verdicts = examine(byte_server(server_class), **options)
     assert snippet in verdicts[0].detail and not failures(verdicts), verdicts
     skipped = [v.case for v in verdicts if v.passed is None]

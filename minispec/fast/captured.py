@@ -21,7 +21,7 @@ from minispec.cache import KVCache
 from minispec.cli import note
 from minispec.fast.compiled import MAX_ROWS
 from minispec.methods.adaptive import FixedNodes, Policy
-from minispec.methods.fastmtp import HeadDrafter, RecurrentHead
+from minispec.methods.fastmtp import Draws, HeadDrafter, RecurrentHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
@@ -281,7 +281,11 @@ class CapturedDrafter(HeadDrafter):
             return super().draft(tokens, k, draft_head)
         return rows, []
 
-    def flush_and_expand(self, policy: Policy, draft_head: DraftHead) -> Tensor:
+    def flush_and_expand(
+        self, policy: Policy, draft_head: DraftHead, draws: list[Draws] | None = None
+    ) -> Tensor:
+        if draws is not None:  # each level waits for the host
+            return super().flush_and_expand(policy, draft_head, draws)
         width, depth = policy.static_shape()
         depth = min(depth, 1 + (self.cache.free_rows - self.num_pending) // width)
 

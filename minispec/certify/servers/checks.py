@@ -10,7 +10,7 @@ from minispec.certify import examination
 from minispec.certify.common import NotSupported, Result, Verdict, describe, drafting_result
 from minispec.certify.examination import Request, Row, samples_fit
 from minispec.certify.near_ties import compare_texts
-from minispec.certify.requests import BATCH_SIZES, Place
+from minispec.certify.requests import Place
 from minispec.certify.servers import context
 from minispec.certify.servers.context import ANSWER_TOKENS, ServerContext, ServerDecoder
 from minispec.certify.stream import drawn_rows
@@ -27,6 +27,7 @@ DRAWN_KINDS = {  # of strata of drawn requests, by check
     "sampled": ("all", "temperature", "filters", "prompts", "turns", "batches"),
 }  # fmt: skip
 DRAWN_SHARE, LONGEST_DRAWN = 0.3, 300  # of the requests; tokens of a drawn prompt
+TOGETHER = 1, 1, 1, 3, 8  # drawn requests that are sent at once
 REQUESTS = 3000  # the approximate number of requests, by default
 SAMPLE_TOKENS, MIN_ANSWERS = 8, 60  # tokens per sampled answer; answers per sampling
 HIGH_TEMPERATURE = Sampling(1.5)
@@ -83,7 +84,7 @@ def rows(
     drawn = DRAWN_KINDS.keys() & set(checks) if ctx.has_ids else {"greedy"}
     kinds = {check: DRAWN_KINDS[check] for check in DRAWN_KINDS if check in drawn}
     most = int(DRAWN_SHARE * ctx.requests / len(ctx.servers))
-    yield from drawn_rows(kinds, only, lambda: [place], BATCH_SIZES, most, 3.0)
+    yield from drawn_rows(kinds, only, lambda: [place], TOGETHER, most, 3.0)
     yield Row("bits", "all prompts", ctx, compare_texts, (every, ANSWER_TOKENS), False)
     if not ctx.has_ids:
         for check in "limits", "sampled", "distribution":
