@@ -1607,7 +1607,7 @@ def client(path, engine, extra: str = ""):
     uses = f"import own_engine, pathlib\nown_engine.FILE = pathlib.Path({str(engine)!r})\n"
     notebook.cells.insert(setup + 1, nbformat.v4.new_code_cell(uses + extra))
     resources = {"metadata": {"path": str(path.parent)}}
-    return nbclient.NotebookClient(notebook, timeout=300, resources=resources)
+    return nbclient.NotebookClient(notebook, timeout=600, resources=resources)
 
 
 def stream_text(cell) -> str:
