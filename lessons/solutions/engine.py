@@ -197,11 +197,11 @@ def loops(cases: list[Loop], examined: str) -> Oracle:
     )  # fmt: skip
 
 
-def package_rounds(model, text, drafter=None, *, randomness, **settings):
-    """A loop of the package's functions."""
+def package_rounds(model, text, drafter, randomness, temperature, top_k=0, top_p=1.0):
+    """A loop of the package's functions; the drafter may be None."""
 
     def probs(logits):
-        return list(sampling.probs(logits, Sampling(**settings)))
+        return list(sampling.probs(logits, Sampling(temperature, top_k, top_p)))
 
     cache, propose = model.new_cache(), drafter and drafter(model, text, probs, randomness)
     hidden, path = model(text, cache)[0], list(range(len(text) - 1))

@@ -89,7 +89,7 @@ def package_commit(kv, length, path):
 
 
 def package_rounds(model, text, **settings):
-    return engine.package_rounds(model, text, randomness=Seeded(), temperature=0.0)
+    return engine.package_rounds(model, text, None, Seeded(), temperature=0.0)
 
 
 def package_decoder(rounds, **parts):

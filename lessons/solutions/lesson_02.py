@@ -76,8 +76,7 @@ def package_release(text, stop):
 
 
 def package_rounds(model, text, randomness, temperature, top_k, top_p):
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    return engine.package_rounds(model, text, randomness=randomness, **settings)
+    return engine.package_rounds(model, text, None, randomness, temperature, top_k, top_p)
 
 
 # ---- warp ----------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from solutions.common import (
     rows,
     tensor,
 )
+from solutions.engine import package_rounds
 from solutions.lesson_01 import package_commit as commit
 from solutions.lesson_02 import package_warp as warp
 
@@ -122,11 +123,6 @@ def package_draft_one(model, text, probs, randomness):
         return Tree([text[-1], randomness.categorical(q)], [-1, 0], [None, q])
 
     return propose
-
-
-def package_rounds(model, text, drafter, randomness, temperature, top_k, top_p):
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    return engine.package_rounds(model, text, drafter, randomness=randomness, **settings)
 
 
 # ---- cases ---------------------------------------------------------------------------------------

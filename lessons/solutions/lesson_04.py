@@ -37,6 +37,7 @@ from solutions.common import (
     speed_distance,
     tensor,
 )
+from solutions.engine import package_rounds
 from solutions.lesson_01 import package_commit as commit
 from solutions.lesson_01 import package_mask as mask
 from solutions.lesson_02 import package_warp as warp
@@ -193,11 +194,6 @@ def package_draft_siblings(model, text, probs, randomness):
         return Tree([text[-1], *found], [-1, *[0] * len(found)], [None, *qs])
 
     return propose
-
-
-def package_rounds(model, text, drafter, randomness, temperature, top_k, top_p):
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    return engine.package_rounds(model, text, drafter, randomness=randomness, **settings)
 
 
 # ---- accept_sibling ------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class Stream:
         if (kind := getattr(error, "kind", "")) == "lost":
             raise error
         failed = kind != "incomplete" and not isinstance(error, NotSupported)
-        wrong = getattr(error, "request", None)
+        wrong = getattr(error, "request", None)  # a Failed names none
         if not failed and len(batch) > 1:
             return [self.ask([asked])[0] for asked in batch]
         for asked in batch:
@@ -196,12 +196,8 @@ class Stream:
         """Add sampled tokens to the evidence, and note those that are impossible."""
         scored = evidence.score(asked, tokens, self.noise)
         self.evidence.add(asked, scored)
-        bins = (scored.u[0] * BINS).astype(int)  # (orders, n)
-        for kind, name, first, end in asked.strata() if self.goals else ():
-            for order, row in enumerate(bins[:, first:end]):
-                for bin in set(row.tolist()):
-                    place = (kind, name), order, bin
-                    self.examples.setdefault(place, self.describe(asked, tokens))
+        if self.goals:
+            self.keep_examples(asked, tokens, (scored.u[0] * BINS).astype(int))
         for convention, at in enumerate(scored.impossible):
             if at is not None:
                 where = f"token {at + 1} of an answer is {tokens[at]}, which has probability 0"
@@ -209,6 +205,14 @@ class Stream:
                 for kind, name, first, end in asked.strata():
                     if first <= at < end:
                         self.impossible.setdefault(((kind, name), convention), found)
+
+    def keep_examples(self, asked: Asked, tokens: list[int], bins: np.ndarray) -> None:
+        """Keep an answer for each stratum, order and bin of its tokens; `bins` are (orders, n)."""
+        found = self.describe(asked, tokens)
+        for kind, name, first, end in asked.strata():
+            for order, row in enumerate(bins[:, first:end]):
+                for bin in set(row.tolist()):
+                    self.examples.setdefault(((kind, name), order, bin), found)
 
     def record(self, check: str, asked: Asked, tokens: list[int], problem: str = "",
                at: int | None = None, ties: int = 0) -> None:  # fmt: skip
@@ -253,22 +257,23 @@ class Stream:
                 p = fresh.evidence.p_values(x)[order]
                 text = f"p = {p:.1e} (limit {limit:.0e}) of {fresh.evidence.tokens(x)} fresh tokens"
                 if p < limit:
-                    counts = [] if x == REPEATS else fresh.evidence.counts[x][0, order].tolist()
-                    fullest = counts.index(max(counts)) if counts else 0
-                    example = fresh.examples.get((x, order, fullest), {}) | {"bins": counts}
-                    self.confirmed.setdefault(x, (text, example))
+                    bin, example = fresh.fullest_bin(x, order)
+                    self.confirmed.setdefault(x, (text + bin, example))
                     fresh.goals.pop(x, None)
                 elif fresh.evidence.tokens(x) < fresh.goals[x]:
                     self.unsure[x] = text
                 else:
                     self.unsure.pop(x, None)
 
-
-def fullest_bin(counts: list[int]) -> str:
-    if not counts:
-        return ""
-    most, expected = max(counts), sum(counts) / BINS
-    return f"; bin {counts.index(most) + 1} of {BINS} {most} times instead of {expected:.0f}"
+    def fullest_bin(self, stratum: Stratum, order: int) -> tuple[str, dict]:
+        """Describe the bin that holds most tokens; return an answer that has one of them, too."""
+        if stratum == REPEATS:
+            return "", {}
+        counts = self.evidence.counts[stratum][0, order].tolist()
+        most, expected = max(counts), sum(counts) / BINS
+        bin = counts.index(most)
+        text = f"; bin {bin + 1} of {BINS} {most} times instead of {expected:.0f}"
+        return text, self.examples.get((stratum, order, bin), {}) | {"bins": counts}
 
 
 def features(asked: Asked) -> tuple:
@@ -297,7 +302,6 @@ def drawn_rows(
     stream.plain = stream.of_baseline()
     return [row._replace(exam=stream.places[0].exam, arguments=(stream, row.check, row.case),
                          weight=weight * (i == 0)) for i, row in enumerate(rows)]
-
 
 
 def judge_row(exam: Examination, stream: Stream, check: str, kind: str) -> Result:
@@ -361,7 +365,7 @@ def judge_samples(exam: Examination, stream: Stream, strata: list[Stratum]) -> R
         if x in stream.confirmed:
             text, example = stream.confirmed[x]
             exam.evidence.update(example)
-            passed, detail = False, f"biased: {where}, and {text}{fullest_bin(example['bins'])}"
+            passed, detail = False, f"biased: {where}, and {text}"
     explained = exam.conventions.resolve(ANY_ORDER, (passed and not problems, detail), test)
     if problems and explained[0] is False and passed:
         return (None if any(x in stream.unsure for x in problems) else True), detail

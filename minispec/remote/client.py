@@ -40,10 +40,12 @@ DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
 class RequestError(Exception):
     """A request failed. Its `kind` is "rejected" (4xx, or not a completion), "failed" (5xx, or a
     broken connection), "incomplete" (the server broke off its answer), "lost" (the server cannot be
-    reached), or "unavailable" (busy, access denied, or no answer in time)."""
+    reached), or "unavailable" (busy, access denied, or no answer in time). Who made it may name the
+    `request`."""
 
     def __init__(self, message: str, kind: str, busy: bool = False):
         super().__init__(message)
+        self.request: object = None
         self.kind, self.busy = kind, busy
 
 
