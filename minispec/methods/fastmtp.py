@@ -273,7 +273,10 @@ class HeadDrafter(Drafter):
     ) -> Tree:
         """A tree of at most `free_rows` nodes below the newest token: those of highest value, as
         in EAGLE-2 (Li et al. 2024, section 4). A node's value is the product of the head's
-        probabilities along its path. If `others` have a candidate too, the larger value counts."""
+        probabilities along its path. If `others` have a candidate too, the larger value counts.
+
+        When sampling, a tree without `others` is drawn. With them it is not: a drawn token that is
+        also a copy would gain in value, so what is drawn would decide what is kept."""
         if self.sampling.temperature and not others:
             return self.drawn_tree(tokens[-1], free_rows, draft_head)
         policy, paths, values = self.policy, [()], {}
