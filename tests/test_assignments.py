@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -821,15 +822,20 @@ def test_a_busy_machine_costs_no_points():
 # ---- Gradescope ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def autograder(tmp_path_factory):
-    """run(files) grades a submission as Gradescope does, with what `make gradescope` writes."""
-    root = tmp_path_factory.mktemp("autograder")
+def unpacked(root: Path) -> Path:
+    """Unpack what `make gradescope` writes in Gradescope's layout."""
     gradescope.main(["a2_accept", str(root / "a2.zip"), "--seed=5"])
     shutil.unpack_archive(root / "a2.zip", root / "source")
+    shutil.copy(root / "source" / "run_autograder", root)  # Gradescope takes it out of the zip
+    return root
+
+
+@pytest.fixture(scope="module")
+def autograder(tmp_path_factory):
+    """run(files) grades a submission as Gradescope does, without its setup.sh."""
+    root = unpacked(tmp_path_factory.mktemp("autograder"))
     (root / "source" / ".venv").symlink_to(sys.prefix)
-    script = root / "run_autograder"  # Gradescope takes it out of the zip
-    shutil.copy(root / "source" / "run_autograder", script)
+    script = root / "run_autograder"
 
     def run(files: dict[str, str]) -> dict:
         for name in "submission", "results":
@@ -857,3 +863,29 @@ def test_gradescope_s_autograder_says_what_is_wrong_with_a_submission(autograder
     assert sum(t["score"] for t in autograder({"a2_accept.py": COPY, "b.py": ""})["tests"]) == 24
     assert autograder({})["score"] == 0
     assert "has no file named after an assignment" in autograder({"a.py": "", "b.py": ""})["output"]
+
+
+@pytest.mark.slow
+def test_gradescope_s_setup_makes_the_environment_that_its_autograder_needs(tmp_path):
+    """Offline: apt-get does nothing, and the new environment finds pip and all packages in this
+    one."""
+    pytest.importorskip("pip")
+    root, tools = unpacked(tmp_path), tmp_path / "tools"
+    (root / "source" / "constraints.txt").write_text("")  # other versions may be installed here
+    tools.mkdir()
+    (tools / "here.pth").write_text(sysconfig.get_path("purelib"))
+    add_packages = f"cp {tools / 'here.pth'} .venv/lib/python*/site-packages"
+    for name, lines in {
+        "apt-get": 'echo "$@"',
+        "python3": f'{sys.executable} "$@" --without-pip\n{add_packages}',
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh -e\n{lines}\n")
+        (tools / name).chmod(0o755)
+    environment = os.environ | {"AUTOGRADER": str(root), "PIP_NO_INDEX": "1",
+                                "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
+    done = subprocess.run(["bash", root / "source" / "setup.sh"], env=environment, cwd="/",
+                          text=True, capture_output=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("update\ninstall -y python3 python3-venv\n")
+    command = ".venv/bin/python", "-c", "import pytest, lessons.assignments.grading"
+    assert subprocess.run(command, cwd=root / "source").returncode == 0

@@ -229,6 +229,7 @@ async function visit(url) {
   const page = await open(url);
   const found = { title: page.title, wide: layout(page), ...phone(page), filters: filters(page) };
   found.loaded = frame.contentWindow.performance.getEntriesByType("resource").map((e) => e.name);
+  found.notes = page.querySelectorAll("p.elsewhere").length;
   if (page.getElementById("next")) found.steps = await step(frame);
   if (page.getElementById("prediction")) found.lesson = await predict(page, url);
   return found;
@@ -419,6 +420,7 @@ def test_exercises_are_judged_on_the_page_as_in_the_notebook(visited, name):
     url, number = f"/lessons/{name}.html", name[:2]
     found = visited[url].get("exercises", {})
     assert found.keys() == exercises_of(number).keys()
+    assert len(found) + visited[url]["notes"] == len(load_solutions(number).TASKS)
     for task, (_, *answers) in EXERCISES.get(url, {}).items():
         stub, *verdicts = found[task]["verdicts"]
         assert stub == {"right": False, "text": f"{task}: not written yet"}

@@ -14,17 +14,18 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 from minispec.cli import OutputFile, Parser, UserError, command
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# AUTOGRADER is another folder than /autograder in a test only
 SETUP = """#!/usr/bin/env bash
 set -e
-cd /autograder/source
+cd "${AUTOGRADER:-/autograder}/source"
 apt-get update
 apt-get install -y python3 python3-venv
 python3 -m venv .venv
 .venv/bin/python -m pip install -c constraints.txt -r requirements.txt
 """
 RUN = """#!/usr/bin/env bash
-# AUTOGRADER is another folder than /autograder in a test only
 cd "${{AUTOGRADER:-/autograder}}/source" || exit
+rm -f ../results/results.json
 .venv/bin/python -m pytest -q --tb=no --no-summary -p no:cacheprovider lessons/assignments/{name} \\
     --impl=../submission{seed} --results=../results/results.json > /dev/null 2> ../results/problem
 [ -s ../results/results.json ] || .venv/bin/python -c 'import json, sys

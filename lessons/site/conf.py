@@ -200,8 +200,9 @@ def add_lesson(app, name: str, template: str, context: dict, doctree) -> None:
             for task in solutions.TASKS
             if PYODIDE.exists() and task.solution.__module__.startswith("solutions.pure_")
         }  # fmt: skip
+        elsewhere = [task.name for task in solutions.TASKS if task.name not in exercises]
         data = json.dumps({"ranges": ranges, "quiz": quiz, "rounding": form.ROUNDING,
-                           "exercises": exercises})  # fmt: skip
+                           "exercises": exercises, "elsewhere": elsewhere})  # fmt: skip
         data = data.replace("<", r"\u003c")  # no end tag
         context["body"] += f'<script type="application/json" id="lesson">{data}</script>'
 

@@ -1,7 +1,9 @@
 // Exercises that need no torch are written and judged on the page. Python runs in the browser, and
-// is loaded when the reader first asks for a verdict. The browser keeps the answers.
+// is loaded when the reader first asks for a verdict. The browser keeps the answers. Below the
+// others, a line says where they are judged.
 "use strict";
 
+const ELSEWHERE = "Answers are judged in the notebook: this page has no PyTorch.";
 const PATIENCE = 60; // seconds; an answer that only computes is stopped by form.py, earlier
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -12,6 +14,8 @@ document.addEventListener("DOMContentLoaded", () => {
     if (task) {
       input(cell).replaceWith(exercise(name, `${stub}\n`, { ...task, imports: [...imports] }));
       output(cell).remove();
+    } else if (name && lesson().elsewhere.includes(name)) {
+      output(cell).replaceWith(element("p", { className: "elsewhere", textContent: ELSEWHERE }));
     } else {
       imports.push(...code(cell).match(/^(from|import) .*/gm) ?? []);
     }
