@@ -39,7 +39,8 @@ KINDS = {  # of strata, by check
 TARGETS = 0.3, 0.2, 0.12, 0.08, 0.06, 0.03  # biases that strata shall show, one after the other
 EVERY_STRATUM = 0.06  # where the bias of one stratum need not be smaller
 PAIRS = *NOISE, REPEATS[1]  # strata of pairs of tokens
-UNWANTED = 100  # conversations in a row, after which all strata have what they need
+CHOICES = 8  # conversations that are drawn, of which the most useful one is held
+UNWANTED = 20  # times in a row that none is useful, after which all strata have what they need
 LOOKS = 1 / 8, 1 / 4, 1 / 2, 1  # at the fresh tokens that confirm a suspicion
 ANY_ORDER = Sampling(0.5, 2, 0.5)  # a setting for which the order of warpers matters
 
@@ -100,44 +101,57 @@ class Stream:
             self.confirm(max(10.0, seconds / 2))
 
     def draw(self, end: float) -> None:
-        """Hold conversations of which something is wanted."""
+        """Hold conversations that are useful, most of them for the strata that lack most."""
         unwanted = 0
         while unwanted < UNWANTED and time.monotonic() < end and self.asked < self.most:
-            rng = Random(f"{self.seed} {next(self.numbers)}")
-            talk = conversation(rng, rng.choice(self.places), rng.choice(self.sizes))
-            unwanted, answers = unwanted + 1, None
+            talks = [self.conversation() for _ in range(CHOICES)]
+            batches = [next(talk) for talk in talks]
+            use, batch, talk = max(zip(map(self.use, batches), batches, talks), key=lambda x: x[0])
+            unwanted = 0 if use else unwanted + 1
             with suppress(StopIteration):
-                while self.wants(batch := talk.send(answers)):
-                    unwanted, answers = 0, self.ask(batch)
+                while self.use(batch):
+                    batch = talk.send(self.ask(batch))
 
-    def wants(self, batch: list[Asked]) -> bool:
-        return any(self.lacks(check, *stratum) for asked in batch
-                   if features(asked) not in self.unsupported
-                   for check, *stratum, _, _ in self.strata(asked))  # fmt: skip
+    def conversation(self) -> Iterator[list[Asked]]:
+        rng = Random(f"{self.seed} {next(self.numbers)}")
+        return conversation(rng, rng.choice(self.places), rng.choice(self.sizes))
+
+    def use(self, batch: list[Asked]) -> float:
+        """Return the largest bias that could hide in a stratum of the batch and shall not, times
+        the share of an answer's sampled tokens in this stratum; 0 if nothing is lacking."""
+        most = 0.0
+        for asked in batch:
+            if features(asked) not in self.unsupported:
+                for check, kind, name, first, end in self.strata(asked):
+                    share = (end - first) / (asked.request.n or 1) if check == "sampled" else 1.0
+                    most = max(most, share and share * self.lacks(check, kind, name))
+        return most
 
     def strata(self, asked: Asked) -> Iterator[tuple[str, str, str, int, int]]:
         """Yield the strata of a request whose rows are wanted, with their checks."""
         found = list(asked.strata())
         if asked.turn == FIRST_TURN and asked.batch == 1:  # others may follow
-            found += [("turns", turn, 0, 0) for turn in LATER_TURNS]
+            found += [("turns", turn, 0, asked.request.n) for turn in LATER_TURNS]
         noise = [("all", name, 0, asked.request.n) for name in PAIRS]
         checks = {"limits": found, "greedy": found} if asked.certain else {
             "limits": found, "sampled": found + noise}
         for check, found in checks.items():
             yield from ((check, *x) for x in found if (check, x[0]) in self.rows)
 
-    def lacks(self, check: str, kind: str, name: str) -> bool:
-        """Return whether a stratum needs more requests."""
+    def lacks(self, check: str, kind: str, name: str) -> float:
+        """Return the bias that could hide in a stratum, or 0 if it has seen enough."""
         if self.goals is not None:
             wanted = self.goals.get((kind, name), 0) if check == "sampled" else 0
-            return self.evidence.tokens((kind, name)) < wanted
+            return float(self.evidence.tokens((kind, name)) < wanted)
         seen = self.seen[check, kind, name]
         if seen.problem:
-            return False
-        if check != "sampled":
-            return seen.answers < 3 / max(self.target, EVERY_STRATUM)
-        target = self.target if name == "all tokens" else max(self.target, EVERY_STRATUM)
-        return evidence.detectable(self.evidence.tokens((kind, name))) > target
+            return 0.0
+        if check == "sampled":
+            hidden = evidence.detectable(self.evidence.tokens((kind, name)))
+        else:
+            hidden = 3 / max(3, seen.answers)  # rule of three
+        least = self.target if name == "all tokens" else max(self.target, EVERY_STRATUM)
+        return hidden if hidden > least else 0.0
 
     def ask(self, batch: list[Asked]) -> list[list[int]]:
         """Ask, judge each answer and return what of it can be continued."""
