@@ -293,8 +293,8 @@ class Stream:
 def features(asked: Asked) -> tuple:
     """Return the kind of request, which a decoder may not support."""
     _, n, sampling, _ = asked.request
-    top_k = min(sampling.top_k, 2)
-    return sampling.temperature > 0, top_k, sampling.top_p < 1, n > 0
+    temperature = sampling.temperature if sampling.temperature in (0, 1) else 2
+    return temperature, min(sampling.top_k, 2), sampling.top_p < 1, n > 0
 
 
 # ---- rows ----------------------------------------------------------------------------------------

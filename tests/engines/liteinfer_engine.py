@@ -1,0 +1,50 @@
+"""liteinfer 0.7.0, which batches continuously, as black boxes for the certifier. It does not
+speculate. It reads end tokens only from the tokenizer, and the certifier's has none."""
+
+import asyncio
+import functools
+
+import torch
+from end_tokens import end_tokens
+from liteinfer import AsyncLLM, SamplingParams
+
+loop = asyncio.new_event_loop()
+
+
+@functools.cache
+def load(checkpoint: str) -> AsyncLLM:
+    """Start an engine whose text consists of the ids."""
+    llm = AsyncLLM(checkpoint, dtype=torch.float32, device="cpu", max_num_seqs=8)
+    loop.run_until_complete(llm.start())
+    llm.engine.tokenizer.encode = list
+    return llm
+
+
+def many(fixed, checkpoint, requests):
+    llm, stop = load(checkpoint), end_tokens(checkpoint) if fixed else None
+
+    async def answer(request):
+        n = request["max_new_tokens"]
+        if n == 0:  # it does not accept 0
+            return []
+        params = SamplingParams(
+            request["temperature"], request["top_p"], request["top_k"] or -1, max_tokens=n,
+            stop_token_ids=stop, seed=request["seed"])  # fmt: skip
+        return (await llm.generate([request["prompt"]], params))[0].token_ids
+
+    async def answers():
+        return await asyncio.gather(*map(answer, requests))
+
+    return loop.run_until_complete(answers())
+
+
+def plain(checkpoint, prompt, **request):
+    return many(False, checkpoint, [{"prompt": prompt, **request}])[0]
+
+
+def plain_fixed(checkpoint, prompt, **request):
+    """Name the end tokens in every request."""
+    return many(True, checkpoint, [{"prompt": prompt, **request}])[0]
+
+
+plain.many, plain_fixed.many = functools.partial(many, False), functools.partial(many, True)
