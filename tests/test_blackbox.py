@@ -56,6 +56,8 @@ from minispec.certify.functions.checks import (
 from minispec.certify.functions.decoder import SECONDS_AFTER_HANGING, FunctionDecoder
 from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.report import LOSS, PASSED, SAMPLED, conclude
+from minispec.certify.requests import Asked
+from minispec.certify.stream import features
 from minispec.checkpoints.load import load
 from minispec.cli import import_function
 from minispec.generate import decode
@@ -508,6 +510,13 @@ def test_unsupported_options_are_skipped():
     assert {v.detail for v in verdicts if v.passed is None} == {"not supported: no sampling"}
     with pytest.raises(NotSupported):
         FunctionDecoder(greedy_only).batch([Request([1], 1, Sampling(1.0))])
+
+
+def test_temperature_1_is_a_kind_of_request_of_its_own():
+    def kind(temperature):
+        return features(Asked(None, Request([1], 1, Sampling(temperature))))
+
+    assert kind(0.0) != kind(1.0) != kind(0.9) == kind(1.5)
 
 
 def test_an_exception_fails_the_exact_rows_too():

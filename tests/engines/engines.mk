@@ -58,9 +58,21 @@ TARGET = $(PYTHON) -m pip install -q --no-deps --target
 	$(TARGET) .engines/pure csaq-quant==0.6.0 mini-infer==0.2.5 rotalabs-accel==1.1.1
 	touch $@
 
-# rotalabs-accel and csaq-quant need the caches of transformers 4
+# rotalabs-accel, csaq-quant and those of small4 need the caches of transformers 4
 .engines/transformers4/installed:
 	$(TARGET) .engines/transformers4 transformers==4.57.6 tokenizers==0.22.1 huggingface_hub==0.36.0 hf-xet
+	touch $@
+
+# on transformers 4 too; two of them declare newer versions of Python than they need with our files
+.engines/small4/installed:
+	$(TARGET) .engines/small4 --ignore-requires-python microgen-llm==1.2.2 uarc==0.3.0 dejavuu==0.2.0 \
+		naive-speculate==0.1.0 smol-vllm==0.1.2 llm-samplers==0.1.3 specstream==1.0.0 onnxruntime loguru \
+		pydantic pydantic_core annotated_types typing_inspection typing_extensions
+	touch $@
+
+# needs transformers 5, and triton even on a CPU
+.engines/liteinfer/installed:
+	$(TARGET) .engines/liteinfer liteinfer==0.7.0 triton
 	touch $@
 
 # for vLLM's suffix decoding

@@ -1,7 +1,9 @@
 """liteinfer 0.7.0, which batches continuously, as black boxes for the certifier. It does not
-speculate. It reads end tokens only from the tokenizer, and the certifier's has none."""
+speculate, and needs triton even on a CPU. It reads end tokens only from the tokenizer, and the
+certifier's has none."""
 
 import asyncio
+import atexit
 import functools
 
 import torch
@@ -16,6 +18,7 @@ def load(checkpoint: str) -> AsyncLLM:
     """Start an engine whose text consists of the ids."""
     llm = AsyncLLM(checkpoint, dtype=torch.float32, device="cpu", max_num_seqs=8)
     loop.run_until_complete(llm.start())
+    atexit.register(lambda: loop.run_until_complete(llm.stop()))
     llm.engine.tokenizer.encode = list
     return llm
 

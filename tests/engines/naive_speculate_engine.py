@@ -1,6 +1,6 @@
-"""naive-speculate 0.1.0's decoder, as a black box for the certifier. It has only temperature 1, and
-leaves the loop to the user. It needs Python 3.14, which evaluates annotations late; with older
-ones, its files are compiled with annotations as text."""
+"""naive-speculate 0.1.0's decoders, as black boxes for the certifier. They have only temperature 1,
+and leave the loop to the user. The package needs Python 3.14, which evaluates annotations late; for
+older ones, its files are compiled with annotations as text."""
 
 import __future__
 
@@ -34,6 +34,7 @@ class LateAnnotations(SourceFileLoader):
 sys.meta_path.insert(0, LateAnnotations)
 typing.override = getattr(typing, "override", lambda method: method)
 
+from naive_speculate.autoregress import AutoregressiveDecoder  # noqa: E402
 from naive_speculate.config.strategy import SampleStrategy, VerifyStrategy  # noqa: E402
 from naive_speculate.infer.inferencer.basic import BasicInferencer  # noqa: E402
 from naive_speculate.infer.kvcache.dynamic_no_update import DynamicNoUpdateCache  # noqa: E402
@@ -53,20 +54,33 @@ class Llama(Qwen3LanguageModel):
         self.eos_token_id = ends[0] if ends else -1
 
 
-def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-    greedy = temperature == 0 or top_k == 1
-    if not greedy and (temperature != 1 or top_k or top_p < 1):
+def strategies(temperature, top_k, top_p) -> tuple[SampleStrategy, VerifyStrategy]:
+    if temperature == 0 or top_k == 1:
+        return SampleStrategy.GREEDY, VerifyStrategy.GREEDY_MATCH
+    if temperature != 1 or top_k or top_p < 1:
         raise NotImplementedError("temperature, top-k, top-p")
+    return SampleStrategy.RANDOM, VerifyStrategy.SPECULATIVE_SAMPLING
+
+
+def plain(checkpoint, prompt, *, max_new_tokens, seed, **sampling):
+    if max_new_tokens == 0:  # it generates one token
+        return []
+    torch.manual_seed(seed)
+    drafter = Drafter(BasicInferencer(Llama(checkpoint)))
+    decoder = AutoregressiveDecoder(drafter, DynamicNoUpdateCache())
+    tokens = decoder.decode(torch.tensor([prompt]), max_new_tokens, strategies(**sampling)[0])
+    return tokens.token_ids[0].tolist()
+
+
+def speculative(checkpoint, prompt, *, max_new_tokens, seed, **sampling):
     torch.manual_seed(seed)
     caches = DynamicNoUpdateCache(), DynamicNoUpdateCache()
     models = Drafter(BasicInferencer(Llama(f"{checkpoint}/draft"))), Scorer(Llama(checkpoint))
     decoder = SpeculativeDecoder(*models, *caches)
-    sample = SampleStrategy.GREEDY if greedy else SampleStrategy.RANDOM
-    verify = VerifyStrategy.GREEDY_MATCH if greedy else VerifyStrategy.SPECULATIVE_SAMPLING
     tokens, drafted, accepted, query = [], 0, 0, torch.tensor([prompt])
     while len(tokens) < max_new_tokens:
         k = min(2, max_new_tokens - len(tokens))
-        result = decoder.decode(query, k, sample, verify)
+        result = decoder.decode(query, k, *strategies(**sampling))
         agreed = result.num_accepted_tokens
         drafted, accepted = drafted + k, accepted + agreed
         for token in result.token_ids[0].tolist():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OURS, OLD = ".venv", ".engines/transformers444"
+FOUR = ".engines/transformers4:.engines/small4"
 ENGINES = [  # the file, the environment, more folders of packages, functions
     ("transformers", OURS, "", "plain assisted"),
     ("transformers_kinds", OURS, "", "prompt_lookup early_exit constant heuristic transient "
@@ -43,6 +44,15 @@ ENGINES = [  # the file, the environment, more folders of packages, functions
     ("mini_infer", OURS, ".engines/pure", "plain prefix_cached speculative"),
     ("csaq", OURS, ".engines/transformers4:.engines/pure", "plain speculative"),
     ("rotalabs", OURS, ".engines/transformers4:.engines/pure", "draft_model tree medusa eagle"),
+    ("microgen", OURS, FOUR, "plain speculative speculative_fixed"),
+    ("uarc", OURS, FOUR, "plain speculative speculative_fixed backend backend_fixed"),
+    ("dejavuu", OURS, FOUR, "plain pld token_recycling token_recycling_tree pld_fixed "
+                            "token_recycling_fixed token_recycling_tree_fixed"),  # fmt: skip
+    ("naive_speculate", OURS, FOUR, "plain speculative"),
+    ("smol_vllm", OURS, FOUR, "released patched fixed"),
+    ("llm_samplers", OURS, FOUR, "single batch single_fixed"),
+    ("specstream", OURS, FOUR, "streaming streaming_fixed"),
+    ("liteinfer", OURS, ".engines/liteinfer", "plain plain_fixed"),
 ]  # fmt: skip
 BASELINES = {  # functions that are compared with the engine's own plain decoding
     ("transformers_heads", "gemma4"): "gemma4_plain", ("csaq", "speculative"): "plain",
