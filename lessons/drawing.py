@@ -17,6 +17,8 @@ from minispec.generate.palette import (
     CONTEXT,
     FRESH,
     HIDDEN,
+    INK,
+    LIGHT_INK,
     LINE,
     ORANGE,
     PALE,
@@ -27,7 +29,12 @@ from minispec.generate.palette import (
 from minispec.sampling import Sampling, warp
 from minispec.tree import Step, Tree
 
-plt.rcParams["figure.dpi"] = 100  # whatever the front end's default
+plt.rcParams |= {
+    "figure.dpi": 100,  # whatever the front end's default
+    # no ground, for light and dark themes. If all tick labels were as dark, Jupyter would add one
+    "figure.facecolor": "none", "axes.facecolor": "none", "ytick.color": LIGHT_INK,
+    **dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"], INK),
+}  # fmt: skip
 
 
 def code(*things) -> Markdown:
@@ -89,7 +96,7 @@ def draw_tree(
     deepest, lowest = max(x for x, _ in positions), min(y for _, y in positions)
     ax.set(xlim=(-0.4, deepest + 0.5), ylim=(lowest - 0.7, 0.7), yticks=[])
     ax.set_xticks(range(int(deepest) + 1), [f"depth {d}" for d in range(int(deepest) + 1)])
-    ax.tick_params(length=0, labelcolor=CONTEXT, labelsize=9)
+    ax.tick_params(length=0, labelsize=9)
     ax.spines[:].set_visible(False)
 
 
@@ -133,7 +140,7 @@ def cells(ax: Axes, y: float, texts: Sequence[str], fills: Sequence[str], x: flo
     """Draw a row of texts in cells; a `fill` that starts with ! is an outline in that colour."""
     for i, (text, fill) in enumerate(zip(texts, fills)):
         outline, colour = fill.startswith("!"), fill.removeprefix("!")
-        ax.add_patch(Rectangle((x + i, y), 0.92, 0.8, facecolor="white" if outline else colour,
+        ax.add_patch(Rectangle((x + i, y), 0.92, 0.8, facecolor="none" if outline else colour,
                                edgecolor=colour, ls="--" if outline else "-"))  # fmt: skip
         ink = colour if outline else "black" if colour == PALE else "white"
         ax.text(x + i + 0.46, y + 0.4, text, ha="center", va="center", color=ink, fontsize=9)
@@ -268,7 +275,7 @@ def draw_overlaps(overlaps: dict[str, Tensor]) -> None:
         share = [1 / len(values)] * len(values)
         ax.hist(values.tolist(), 10, (0, 1), weights=share, color=ACCEPTED, edgecolor="white")
         mean = float(values.mean())
-        ax.axvline(mean, color="black", ls="--", lw=1)
+        ax.axvline(mean, color=INK, ls="--", lw=1)
         ax.set(xlabel="β = Σ min(p, q)", title=f"{name}: α = {mean:.2f}")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylabel="share of the tokens")
@@ -335,7 +342,7 @@ def draw_moving_rows(
     after += [("", "")] * (start + n - len(after))
     for x, rows in ((0, before), (3.4, after)):
         for y, (text, fill) in enumerate(rows):
-            ax.add_patch(Rectangle((x, y), 2, 0.88, facecolor=fill or "white",
+            ax.add_patch(Rectangle((x, y), 2, 0.88, facecolor=fill or "none",
                                    edgecolor=fill or PALE, ls="-" if fill else "--"))  # fmt: skip
             ink = "black" if fill == PALE else "white"
             ax.text(x + 1, y + 0.44, text, ha="center", va="center", color=ink, fontsize=9)
@@ -345,7 +352,7 @@ def draw_moving_rows(
     for y in range(start + n):
         ax.text(-0.15, y + 0.44, str(first + y), ha="right", va="center", fontsize=9)
     end = start + len(path)
-    ax.plot([3.3, 5.9], [end - 0.06] * 2, color="black", lw=1.2)
+    ax.plot([3.3, 5.9], [end - 0.06] * 2, color=INK, lw=1.2)
     ax.text(5.5, end - 0.1, "length", ha="left", va="bottom", fontsize=9)
     ax.text(1, -0.2, "after the pass", ha="center", va="bottom", fontsize=9)
     ax.text(4.4, -0.2, "after commit", ha="center", va="bottom", fontsize=9)
@@ -578,7 +585,7 @@ def draw_jacobi(rows: list[list[int]], tokenizer: Tokenizer) -> None:
     handles = [
         Patch(color=ACCEPTED, label="settled"),
         Patch(color=REJECTED, label="not settled"),
-        Patch(facecolor="white", edgecolor=REJECTED, ls="--", label="elsewhere in the text"),
+        Patch(facecolor="none", edgecolor=REJECTED, ls="--", label="elsewhere in the text"),
     ]
     ax.legend(handles=handles, frameon=False, fontsize=9, ncols=3, loc="lower center",
               bbox_to_anchor=(0.5, 1))  # fmt: skip
@@ -598,7 +605,7 @@ def draw_window(tree: Tree, mask: Tensor) -> None:
             cells(left, r, ["now" if r == i == 0 else text],
                   [CONTEXT if r == i == 0 else fills[r]], r + i)  # fmt: skip
         left.text(-0.2, r + 0.4, name, ha="right", va="center", fontsize=10)
-    left.plot([2.46, 3.46, 4.46], [0.4, 1.4, 2.4], color="black", lw=1.5, zorder=0)
+    left.plot([2.46, 3.46, 4.46], [0.4, 1.4, 2.4], color=INK, lw=1.5, zorder=0)
     for i in range(6):
         left.text(i + 0.46, -0.15, f"t + {i}" if i else "t", ha="center", fontsize=10)
     left.text(2.6, 3.35, "a column, here 2, is an n-gram", ha="center", fontsize=10)
@@ -650,7 +657,7 @@ def draw_self_chain() -> None:
     figure, ax = plt.subplots(figsize=(10, 4.7), layout="constrained")
     arrow = {"arrowstyle": "->", "color": CONTEXT}
     for x in range(5):
-        box(ax, x + 0.46, 1.5, "head", "white", "black")
+        box(ax, x + 0.46, 1.5, "head", "none", INK)
         ax.annotate("", (x + 0.46, 1.75), (x + 0.46, 2.3), arrowprops=arrow)
         if x >= 2:
             ax.annotate("", (x + 0.46, 0.8), (x + 0.46, 1.25), arrowprops=arrow)
@@ -785,7 +792,7 @@ def draw_reports(reports: dict[str, list[float]], truth: float) -> None:
     for (name, values), colour in zip(reports.items(), (REJECTED, ACCEPTED)):
         inside = [min(max(value, edges[0]), edges[-1]) for value in values]  # at the margins
         ax.hist(inside, edges, color=colour, alpha=0.75, label=name)
-    ax.axvline(truth, color="black", ls=":", label="the truth")
+    ax.axvline(truth, color=INK, ls=":", label="the truth")
     ax.set(xlabel="speedup reported", ylabel="benchmarks")
     ax.legend(frameon=False, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
@@ -804,7 +811,7 @@ def draw_formula(alpha: float, gamma: int, c: float) -> None:
               f"γ = {gamma}: speed {speed[gamma]:.2f}; best γ = {best}: {speed[best]:.2f}")
     for ax, values, colour, title in zip(axes, (tokens, speed), (FRESH, ACCEPTED), titles):
         ax.plot(counts, values, "o-", color=colour, ms=4)
-        ax.plot(gamma, values[gamma], "o", color="black", ms=9, mfc="none")
+        ax.plot(gamma, values[gamma], "o", color=INK, ms=9, mfc="none")
         ax.axhline(1, color=CONTEXT, lw=1, ls=":")
         ax.set(xlabel="drafts per round γ", xticks=counts, ylim=(0, max(4, 1.1 * tokens[-1])))
         ax.set_title(title, fontsize=10)
@@ -853,10 +860,12 @@ def draw_decisions(p: Tensor, q: Tensor) -> None:
 
 
 def draw_branch(ax: Axes, start: tuple, end: tuple, text: str) -> None:
-    ax.plot([start[0], end[0]], [start[1], end[1]], color=LINE, lw=1, zorder=1)
-    at = [(2 * a + 3 * b) / 5 for a, b in zip(start, end)]
-    ax.text(*at, text, ha="center", va="center", fontsize=9, zorder=2,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    """Draw a line with a gap for its text."""
+    for part in (0, 0.47), (0.73, 1):
+        x, y = ([a + share * (b - a) for share in part] for a, b in zip(start, end))
+        ax.plot(x, y, color=LINE, lw=1, zorder=1)
+    ax.text(*((2 * a + 3 * b) / 5 for a, b in zip(start, end)), text, ha="center", va="center",
+            fontsize=9, zorder=2)  # fmt: skip
 
 
 def draw_leaf(ax: Axes, y: float, token: int, fill: str, probability: float, choices: list) -> None:
@@ -946,15 +955,15 @@ def draw_speeds(points: dict[str, dict[str, tuple[float, float]]]) -> None:
         if y > low:
             ax.annotate(f"{cost:g}", (x, y), (3, 2), textcoords="offset points", fontsize=9,
                         color=CONTEXT, annotation_clip=False)  # fmt: skip
-    ax.axhline(1, color="black", lw=1, ls=":")
+    ax.axhline(1, color=INK, lw=1, ls=":")
     for marker, methods in zip(KIND_MARKERS, points.values()):
         for method, (tau, speed) in methods.items():
             ax.plot(tau, speed, marker, color=METHOD_COLOURS[method], ms=9, mec="white")
-    ax.plot(1, 1, "*", color="black", ms=12)
+    ax.plot(1, 1, "*", color=INK, ms=12)
     names = {name: name for methods in points.values() for name in methods}
     handles = [Patch(color=METHOD_COLOURS[name]) for name in names]
     handles += [Line2D([], [], ls="", marker=m, color=CONTEXT) for m in KIND_MARKERS[: len(points)]]
-    handles += [Line2D([], [], ls="", marker="*", color="black", ms=11),
+    handles += [Line2D([], [], ls="", marker="*", color=INK, ms=11),
                 Line2D([], [], ls="--", color=CONTEXT, lw=1)]  # fmt: skip
     ax.legend(handles, [*names, *points, "plain decoding", "equal cost of a round"],
               frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.06, 0.5))  # fmt: skip
@@ -977,7 +986,7 @@ def draw_three_states() -> None:
     stack = "bird", "layers 0, 1", "2 … 14", "15 … 26", "27 … 29", "norm, lm_head", "who"
     for y, text in enumerate(stack):
         is_token = y in (0, len(stack) - 1)
-        fill, edge = (CONTEXT, None) if is_token else ("white", "black")
+        fill, edge = (CONTEXT, None) if is_token else ("none", INK)
         box(left, 0.8, y, text, fill, edge, size=10)
         if y:
             left.annotate("", (0.8, y - 0.27), (0.8, y - 0.73), arrowprops=arrow)
@@ -987,7 +996,7 @@ def draw_three_states() -> None:
     box(left, 2.6, 2.5, "fc", ACCEPTED, size=10)
     for x, token, draft, state in (4.1, "who", "sang", ""), (5.8, "sang", "all", "h′"):
         colour = REJECTED if state else ACCEPTED
-        box(left, x, 2.5, "head", "white", "black", size=10)
+        box(left, x, 2.5, "head", "none", INK, size=10)
         box(left, x, 1.2, token, REJECTED if state else CONTEXT, size=10)
         box(left, x, 3.8, draft, REJECTED, size=10)
         left.annotate("", (x, 2.25), (x, 1.5), arrowprops=arrow)

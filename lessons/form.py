@@ -169,8 +169,11 @@ def find_task(name: str) -> Task | None:
 
 def predict(**numbers: float | None) -> None:
     """Remember the reader's predictions until `compare`; `...` is a prediction not made. A number
-    out of range is not kept; an earlier one is."""
-    given = {name: as_number(number) for name, number in numbers.items()}
+    out of range is not kept; an earlier one is. Neither is one under a name that is mistyped."""
+    asked = progress.ranges.keys() or numbers.keys()
+    for name in sorted(numbers.keys() - asked):
+        print(f"{name}: the lesson asks for {', '.join(asked)}")
+    given = {name: as_number(number) for name, number in numbers.items() if name in asked}
     for name, number in given.items():
         if number is None and numbers[name] is not None and numbers[name] is not ...:
             print(f"{spaced(name)}: {numbers[name]!r} is not a number; write it as 0.5, \"50%\", "
@@ -440,17 +443,24 @@ def watched(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def interrupted(seconds: float) -> Iterator[None]:
-    """Raise StillRunning in the block after `seconds`. Unlike a signal, this works on any system
-    and in any thread, but only between two instructions of Python."""
-    thread = ctypes.c_ulong(threading.get_ident())
-    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    timer = threading.Timer(seconds, interrupt, (thread, ctypes.py_object(StillRunning)))
-    timer.daemon = True
-    timer.start()
+    """Raise StillRunning in the block after `seconds` of processor time, or ten times as long if
+    the machine is busy or the block waits. Unlike a signal, this works on any system and in any
+    thread, but only between two instructions of Python."""
+    thread, done = ctypes.c_ulong(threading.get_ident()), threading.Event()
+    computed, end = time.process_time() + seconds, time.monotonic() + 10 * seconds
+
+    def watch() -> None:
+        while not done.wait(min(0.1, seconds / 4)):
+            if time.process_time() > computed or time.monotonic() > end:
+                stop = ctypes.py_object(StillRunning)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, stop)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
 
 
 time_limit = watched if sys.platform == "emscripten" else interrupted

@@ -24,7 +24,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 
+import torch
+from torch import Tensor
+
 import minispec
+from minispec.checkpoints.eagle3 import load_eagle3
 from minispec.checkpoints.load import find_smollm2
 from minispec.checkpoints.weights import write_text
 from minispec.cli import UserError
@@ -32,6 +36,7 @@ from minispec.fast.cost import interleaved_min_times
 from minispec.generate import decode
 from minispec.generate.drafters import with_drafter
 from minispec.generate.view import write_page
+from minispec.methods.eagle3 import Eagle3Head, default_layers
 from minispec.model import Transformer
 from minispec.paths import SHIPPED
 from minispec.sampling import Randomness
@@ -45,18 +50,20 @@ PLACES = {  # the file's functions in the package's order: the module there, and
     "accept_greedy": ("verify", "00"), "residual": ("verify", "03"), "accept": ("verify", "03"),
     "accept_sibling": ("verify", "04"), "accept_certain": ("verify", "09"),
     "greedy": ("methods/autoregressive", "00"),
-    "fuse": ("methods/eagle3", "11"),
+    "fuse": ("methods/eagle3", "11"), "watch": ("methods/eagle3", "11"),
+    "draft_three": ("methods/eagle3", "11"),
     "best_size": ("methods/adaptive", "04"), "best_k": ("methods/adaptive", "06"),
     "tokens_per_second": ("methods/adaptive", "10"), "best_method": ("methods/adaptive", "10"),
     "draft_one": ("methods/speculative", "03"), "draft_siblings": ("methods/speculative", "04"),
     "chain": ("methods/fastmtp", "06"), "draft_chain": ("methods/fastmtp", "06"),
-    "best_nodes": ("methods/fastmtp", "06"),
+    "best_nodes": ("methods/fastmtp", "06"), "draft_frequent": ("methods/vocabulary", "07"),
     "add": ("methods/lookahead", "05"), "lookup": ("methods/lookahead", "05"),
     "jacobi": ("methods/lookahead", "05"), "draft_itself": ("methods/lookahead", "05"),
     "grow_tree": ("methods/medusa", "04"), "ngrams": ("methods/prompt_lookup", "10"),
     "draft_hybrid": ("methods/hybrid", "10"),
     "fill_up": ("fast/bitwise", "09"), "attend_in_blocks": ("fast/bitwise", "09"),
-    "find_draft": ("generate/drafters", "03"), "release": ("generate", "02"),
+    "find_draft": ("generate/drafters", "03"), "find_words": ("generate/drafters", "07"),
+    "find_eagle3": ("generate/drafters", "11"), "release": ("generate", "02"),
     "rounds": ("generate", "04"), "decoder": ("generate", "01"),
     "grow_jointly": ("distill/medusa", "04"), "mtp_loss": ("distill", "07"),
     "unroll": ("distill", "11"),
@@ -65,7 +72,8 @@ PLACES = {  # the file's functions in the package's order: the module there, and
 }  # fmt: skip
 RENAMED = {("00", "accept"): "accept_greedy"}  # lesson 03 has an `accept` of its own
 VERSIONS = {"rounds": ("01", "02", "03", "04")}  # lessons that ask for more of the same function
-GIVEN = "find_draft", "ngrams"  # they load and count; copied into the file when something uses them
+# they load, look and count; copied into the file when something uses them
+GIVEN = "find_draft", "find_words", "find_eagle3", "watch", "ngrams"
 STAGES = {  # what decodes after a lesson, and what the lesson has swapped in
     "00": ("greedy", "a loop of passes"),
     "01": ("decoder(rounds)", "cache and mask"),
@@ -74,7 +82,9 @@ STAGES = {  # what decodes after a lesson, and what the lesson has swapped in
     "04": ("decoder(rounds, drafter=draft_siblings)", "three siblings"),
     "05": ("decoder(rounds, drafter=draft_itself)", "Jacobi, n-grams"),
     "06": ("decoder(rounds, drafter=draft_chain)", "a head's chain"),
+    "07": ("decoder(rounds, drafter=draft_frequent)", "frequent words"),
     "10": ("decoder(rounds, drafter=draft_hybrid)", "copies, or a chain"),
+    "11": ("decoder(rounds, drafter=draft_three)", "EAGLE-3's three states"),
 }
 QUESTION = (
     "Turn this sentence into a list of facts: The old lighthouse on Gull Island was built in 1871, "
@@ -465,6 +475,63 @@ def find_draft(model: Transformer, text: list[int]) -> object:
     return SimpleNamespace(
         run=lambda hidden, tokens: draft(tokens, rows)[0], cache=rows, model=draft
     )
+
+
+def find_words(model: Transformer, text: list[int]) -> Tensor:
+    """Given: the ids (n,) of the tokens that are frequent in the text's language, from the list
+    next to the FastMTP head. If there is none, every other token."""
+    vocabulary = with_drafter("hybrid", model, None, {}).get("vocabulary")
+    every_other = torch.arange(0, model.config.vocab_size, 2, device=model.device)
+    return every_other if vocabulary is None else vocabulary.select(text).ids
+
+
+def find_eagle3(model: Transformer) -> object:
+    """Given: the EAGLE-3 head next to the model, or in my_eagle3 next to this file, or else a new
+    one that has learnt nothing. It is what `find_draft` returns, with the `layers` whose inputs it
+    reads, and `fc`."""
+    config, mine = model.config, Path(__file__).with_name("my_eagle3")
+    try:
+        head = with_drafter("eagle3", model, None, {})["head"]
+    except minispec.UserError:
+        try:
+            head = load_eagle3(mine, model) if mine.exists() else None
+        except minispec.UserError:  # it is another model's
+            head = None
+    if head is None:
+        layers = default_layers(config.layers)
+        with torch.device("meta"):  # without weights, which would be drawn
+            head = Eagle3Head(config, config, [*range(config.vocab_size)], layers)
+        weights = head.state_dict().items()
+        waves = {name: torch.arange(1.0, w.numel() + 1).sin().view(w.shape) for name, w in weights}
+        head.load_state_dict(waves, assign=True)
+        head.to(model.device, model.dtype).requires_grad_(False)
+
+    def logits(output):
+        full = output.new_full((len(output), config.vocab_size), -torch.inf)
+        full[:, head.ids] = head.logits(output)
+        return full
+
+    drafter = head.start(model, head.new_cache(config.context + 8))
+    return SimpleNamespace(
+        run=drafter.run, cache=drafter.cache, model=SimpleNamespace(logits=logits),
+        layers=head.feature_layers, fc=head.fc,
+    )  # fmt: skip
+
+
+def watch(model: Transformer, layers: tuple[int, ...]) -> dict[int, Tensor]:
+    """Given: the hidden states (n, d) that entered these layers in the latest pass of the model."""
+    states = {}
+
+    def keep(i, inputs):
+        states[i] = inputs[0][0]
+
+    for hook in model.memo.pop("hooks of watch", []):
+        hook.remove()
+    model.memo["hooks of watch"] = [
+        model.model.layers[i].register_forward_pre_hook(lambda _, inputs, i=i: keep(i, inputs))
+        for i in layers
+    ]
+    return states
 
 
 def ngrams(tokens: list[int], new: int, key: int = 3, n: int = 3) -> Iterator[tuple]:

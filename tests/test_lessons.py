@@ -8,6 +8,7 @@ import base64
 import contextlib
 import importlib
 import inspect
+import io
 import json
 import math
 import os
@@ -26,6 +27,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from minispec import load
 from minispec.generate import palette, view
 from minispec.paths import SMOLLM2
 from minispec.training.pretrain import distinct_4grams
@@ -320,6 +322,12 @@ def test_the_table_has_the_minutes_and_what_comes_before():
     assert before.keys() == LESSON.keys()
 
 
+def test_the_first_lesson_lists_the_others():
+    last = source(cells_of(LESSON["00"], "markdown")[-1])
+    for number, path in LESSON.items():
+        assert number == "00" or f"| [**{number}**]({path.name}) |" in last
+
+
 def test_readmes_pictures_have_alternative_texts():
     assert "![](" not in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -495,6 +503,14 @@ def test_pictures_have_100_dots_per_inch():
     for name, picture in pictures().items():
         at = picture.index(b"pHYs") + 4
         assert struct.unpack(">II", picture[at : at + 8]) == (3937, 3937), name  # per metre
+
+
+def test_pictures_have_no_ground():
+    """They are read in light and dark themes. With it, Jupyter would not add one of its own."""
+    image = pytest.importorskip("matplotlib.image")
+    for name, picture in pictures().items():
+        pixels = image.imread(io.BytesIO(picture), format="png")
+        assert pixels.shape[2] == 4 and {*pixels[[0, -1], :][:, [0, -1], 3].flat} == {0}, name
 
 
 def test_colours_are_defined_in_one_place():
@@ -1002,6 +1018,22 @@ def longer_path_first(accuracy, nodes):
     return sorted(paths, key=lambda path: (-gain_of(accuracy, path), -len(path)))[:nodes]
 
 
+def parent_and_minus_one(parents, length):
+    seen = torch.zeros(len(parents), length + len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        seen[node, :length] = seen[node, length + node] = seen[node, length + parent] = True
+    return seen
+
+
+def one_too_far_after_a_wrong_guess(guess, choices):
+    n = 0
+    for g, c in zip(guess, choices):
+        if g != c:
+            return n, choices[n + 1]
+        n += 1
+    return n, choices[n]
+
+
 def only_if_it_is_at_the_end(text, stop):
     n = max(n for n in range(len(stop) + 1) if text.endswith(stop[:n]))
     return text[: len(text) - n], text[len(text) - n :], n == len(stop)
@@ -1110,6 +1142,7 @@ def test_sums_in_one_order_may_be_written_in_other_ways(function, start):
 @pytest.mark.parametrize(
     "number, name, function, message",
     [
+        ("00", "accept", one_too_far_after_a_wrong_guess, "n is right, but not the fresh token"),
         ("02", "release", only_if_it_is_at_the_end, "it looks for the stop string only at the end"),
         ("02", "release", holds_it, "it holds the stop string; once that is complete, end"),
         ("02", "warp", softmax_over_one_row, "its softmax runs over the wrong dimension: over one"),
@@ -1123,6 +1156,7 @@ def test_sums_in_one_order_may_be_written_in_other_ways(function, start):
         ("02", "release", never_ends, "it never ends; first look for `stop`"),
         ("08", "measure_speedup", all_of_a_first, "its runs of A and of B are at different times"),
         ("08", "measure_speedup", only_a, "it never runs B"),
+        ("01", "mask", parent_and_minus_one, "a node sees its parent, but not its parent's anc"),
         ("01", "commit", too_long_by_two, "the rows are right, but the new length is not: length"),
         ("04", "accept_sibling", ignores_none, "it is right up to rounding: if `residual` returns"),
         ("04", "accept_sibling", squares_the_rest, "the drafts are judged as they should be, but"),
@@ -1150,6 +1184,33 @@ def test_a_diagnosis_covers_what_no_list_has(number, name, function, message, st
     start(number)
     assert form.check(renamed(function, name)) is TASKS[number, name].package
     assert capsys.readouterr().out.startswith(f"{name}: {message}")
+
+
+def goes_on_in_a_full_cache(model, text, **settings):
+    cache = model.new_cache()
+    while True:
+        new = text[cache.length :]
+        hidden = model(new, cache)[0]
+        cache.commit(list(range(len(new))))
+        text.append(int(model.logits(hidden[-1]).argmax()))
+        yield text[-1:]
+
+
+def test_a_loop_ends_with_the_cache(start, capsys):
+    start("01")
+    form.check(renamed(goes_on_in_a_full_cache, "rounds"))
+    assert capsys.readouterr().out.startswith("rounds: it goes on though the cache is full; end")
+
+
+def reads_the_batch(checkpoint, prompt, max_new_tokens, **settings):
+    model, _ = load(checkpoint)
+    return [int(model.logits(model(prompt)).argmax(-1)[-1])]
+
+
+def test_a_batch_is_not_a_text(start, capsys):
+    start("00")
+    form.check(renamed(reads_the_batch, "greedy"))
+    assert capsys.readouterr().out.startswith("greedy: a token is made of several numbers: model(")
 
 
 def test_jacobi_may_leave_out_the_pass_that_cannot_change_anything(start):
@@ -1319,6 +1380,15 @@ def test_a_loop_that_does_not_end_is_stopped(time_limit, start, monkeypatch, cap
     assert re.fullmatch(r" +with guess \[\d.*\], choices \[\d.*\]", second)
 
 
+def test_a_busy_machine_does_not_stop_an_answer():
+    """The block does not compute for twice the time."""
+    with form.interrupted(0.2):
+        time.sleep(0.4)
+    with pytest.raises(form.StillRunning), form.interrupted(0.02):
+        for _ in range(1000):
+            time.sleep(0.01)
+
+
 PURE = sorted(path.stem for path in (LESSONS / "solutions").glob("pure_*.py"))
 WITHOUT_TORCH = f"""
 import importlib, sys
@@ -1374,7 +1444,8 @@ def test_two_hints_then_the_solution_then_the_source(start, capsys):
 
 def test_predictions_are_compared_with_measurements(start, monkeypatch, capsys):
     start("00")
-    monkeypatch.setattr(form.progress, "ranges", {"best_tree": range(61)})
+    ranges = form.load_solutions("00").RANGES | {"best_tree": range(61)}
+    monkeypatch.setattr(form.progress, "ranges", ranges)
     form.predict(cost_of_8=4, cost_of_64="many", my_tokens_accepted=2, best_tree=8)
     form.measured(cost_of_8=1.6, cost_of_64=5.4, best_tree=16, passes=7)
     form.compare()
@@ -1416,6 +1487,18 @@ def test_what_cannot_be_a_prediction_is_not_kept(start, monkeypatch, capsys):
         "share accepted    not measured here; you made no prediction",
         "alpha arithmetic  not measured here; you made no prediction",
     ]
+
+
+def test_a_prediction_under_a_mistyped_name_is_not_kept(start, monkeypatch, capsys):
+    start("00")
+    monkeypatch.setattr(form.progress, "ranges", form.load_solutions("00").RANGES)
+    form.predict(cost_of_8=4, tokens_per_pas=2)
+    assert capsys.readouterr().out.splitlines() == [
+        "tokens_per_pas: the lesson asks for cost_of_8, cost_of_64, my_tokens_accepted, "
+        "tokens_per_pass",
+        "you predict: cost of 8 4",
+    ]
+    assert form.progress.predicted == {"cost_of_8": 4.0}
 
 
 def test_half_a_draft_cannot_be_chosen(start, monkeypatch, capsys):
@@ -1609,7 +1692,7 @@ def client(path, engine, extra: str = ""):
     uses = f"import own_engine, pathlib\nown_engine.FILE = pathlib.Path({str(engine)!r})\n"
     notebook.cells.insert(setup + 1, nbformat.v4.new_code_cell(uses + extra))
     resources = {"metadata": {"path": str(path.parent)}}
-    return nbclient.NotebookClient(notebook, timeout=600, resources=resources)
+    return nbclient.NotebookClient(notebook, timeout=1800, resources=resources)
 
 
 def stream_text(cell) -> str:

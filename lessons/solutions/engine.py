@@ -19,7 +19,14 @@ from torch import Tensor
 from minispec import load, sampling, verify
 from minispec.certify.functions.toy_checkpoints import write_checkpoint
 from minispec.certify.methods.cases import TREE_SHAPES, grow
-from minispec.certify.toys import Toy, every_outcome, random_mtp_head, total_variation
+from minispec.certify.toys import (
+    Toy,
+    every_outcome,
+    random_eagle3_head,
+    random_mtp_head,
+    total_variation,
+)
+from minispec.checkpoints.eagle3 import save_eagle3
 from minispec.checkpoints.heads import save_mtp
 from minispec.generate.drafters import with_drafter
 from minispec.model import Transformer
@@ -111,8 +118,11 @@ def toy_drafter(case: Loop) -> Callable:
     return drafter
 
 
-def first_rounds(function: Callable, case: Loop, model: Toy, randomness: Randomness) -> tuple:
-    """The new tokens of each of the first rounds."""
+def first_rounds(
+    function: Callable, case: Loop, model: Toy, randomness: Randomness, may_go_on: bool = True
+) -> tuple:
+    """The new tokens of each of the first rounds. If the cache is full then, the loop must end,
+    unless it `may_go_on`."""
     settings, found = {"randomness": randomness, **vars(case.sampling)}, []
     loop = function(model, list(case.prompt), **case.parts, **settings)
     if not isinstance(loop, Iterator):
@@ -123,7 +133,17 @@ def first_rounds(function: Callable, case: Loop, model: Toy, randomness: Randomn
         found.append(tuple(new))
     if len(found) < case.rounds:
         raise Wrong("it ends while the cache has room; `decoder` ends the text, so go on")
+    full = len(case.prompt) + sum(map(len, found)) > case.context
+    if full and not may_go_on and not has_ended(loop):
+        raise Wrong("it goes on though the cache is full; end if cache.length is cache.capacity")
     return tuple(found)
+
+
+def has_ended(loop: Iterator) -> bool:
+    try:
+        return next(loop, None) is None
+    except Exception:  # of a pass for which there is no room
+        return False
 
 
 Rounds = Counter[tuple[tuple[int, ...], ...]]  # the rounds' tokens -> probability
@@ -136,7 +156,7 @@ def run_rounds(function: Callable, case: Loop) -> Rounds:
     def once(randomness):
         model = Reading(case)
         strict = Strict(randomness, "does its loop yield in every round?")
-        found = first_rounds(function, case, model, strict)
+        found = first_rounds(function, case, model, strict, may_go_on=False)
         nodes = len(SHAPES[case.shape]) if case.shape else 1
         if model.rows > len(case.prompt) + case.rounds * nodes:
             raise Wrong("it reads tokens again that the cache has; a pass reads what is new")
@@ -219,6 +239,7 @@ def package_rounds(model, text, drafter, randomness, temperature, top_k=0, top_p
 # ---- drafters ------------------------------------------------------------------------------------
 
 V = 3
+ALL = [*range(V)]
 REJECTED = [0, 1]  # drafts at the end of each pass
 
 
@@ -235,7 +256,7 @@ class Drafting:
 
 @cache
 def checkpoint(head: bool) -> Transformer:
-    """A small model with a draft model or also with a head."""
+    """A small model with a draft model or also with heads."""
     folder = TemporaryDirectory()
     atexit.register(folder.cleanup)
     path = Path(folder.name) / "model"
@@ -243,6 +264,7 @@ def checkpoint(head: bool) -> Transformer:
     if head:
         saved = random_mtp_head(model, 5), path / "mtp", "", None, torch.float32, [1.0]
         save_mtp(*saved)
+        save_eagle3(random_eagle3_head(model, 6), path / "eagle3", "", None, torch.float32)
     return load(path, "float64", "cpu")[0]
 
 
@@ -255,10 +277,11 @@ def drafts_of(function: Callable, case: Drafting, randomness: Randomness) -> tup
         return list(sampling.probs(logits, case.sampling))
 
     propose = function(model, text[: case.ends[0]], probs, randomness)
-    found, start = [], 0
+    found, start, rows = [], 0, model.new_cache()
     for end in case.ends:
-        hidden = model(text[:end] + REJECTED)[0][start:]
+        hidden = model(text[start:end] + REJECTED, rows)[0]
         path = list(range(end - 1 - start))
+        rows.commit(path)
         tree = propose(text[:end], hidden, path)
         if not isinstance(tree, Tree):
             raise Wrong(f"`propose` must return a Tree, not {type(tree).__name__}")
@@ -285,8 +308,9 @@ def fresh_logits(case: Drafting, text: list[int]) -> Tensor:
     return model.logits(found["head"](model(text[:-1]), embedded[None])[0, -1:])
 
 
-def fresh_chain(case: Drafting, text: list[int], k: int) -> list[int]:
-    """The head's or draft model's best chain after a text, from passes of their own."""
+def fresh_chain(case: Drafting, text: list[int], k: int, words: list[int] = ALL) -> list[int]:
+    """The head's or draft model's best chain of some words after a text, from passes of their
+    own."""
     model, drafts = checkpoint(case.head), []
     found = with_drafter("hybrid", model, None, {})
     hidden = model(text[:-1])
@@ -297,7 +321,7 @@ def fresh_chain(case: Drafting, text: list[int], k: int) -> list[int]:
             hidden, logits = torch.cat([hidden, output], 1), model.logits(output[0])
         else:
             logits = fresh_logits(case, text + drafts)
-        drafts.append(int(logits.argmax()))
+        drafts.append(words[int(logits[0, words].argmax())])
     return drafts
 
 

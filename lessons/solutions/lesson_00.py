@@ -84,10 +84,16 @@ REQUESTS = [Request(False, (7, 2, 9), 4), *map(random_request, range(6)), Reques
 
 
 def run_greedy(function, case: Request) -> list[int]:
-    tokens = call(
-        lambda prompt: function(checkpoints()[case.ends], prompt, case.n, temperature=0),
-        prompt=list(case.prompt),
-    )
+    try:
+        tokens = call(
+            lambda prompt: function(checkpoints()[case.ends], prompt, case.n, temperature=0),
+            prompt=list(case.prompt),
+        )
+    except (ValueError, RuntimeError) as error:
+        if "element" in str(error):  # int() of a tensor with several numbers
+            raise Wrong("a token is made of several numbers: model(tokens) is a batch of one text, "
+                        "which is model(tokens)[0]") from None  # fmt: skip
+        raise
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         raise Wrong("it must return a list of tokens, each of type int: int(….argmax())")
     return tokens
@@ -136,6 +142,15 @@ def writer(wrong: str):
     return greedy
 
 
+def forgets(checkpoint, prompt, max_new_tokens, **settings):
+    model, _ = load(checkpoint)
+    cache, new = model.new_cache(len(prompt) + max_new_tokens + 1), []
+    while len(new) < max_new_tokens and not {*new} & {*model.config.eos_ids}:
+        hidden = model(new[-1:] or prompt, cache)[0]
+        new.append(int(model.logits(hidden)[-1].argmax()))
+    return new
+
+
 def reads_a_token_twice(checkpoint, prompt, max_new_tokens, **settings):
     model, _ = load(checkpoint)
     cache, new = model.new_cache(len(prompt) + max_new_tokens + 1), []
@@ -151,6 +166,8 @@ GREEDY_MISTAKES = {
     "the last token of the prompt is read twice; fill the cache with the tokens before it": (
         reads_a_token_twice
     ),
+    "the cache forgets each pass, as nothing is committed: cache.commit(list(range(n))) keeps n "
+    "rows": forgets,
     "it returns the prompt, too; return only the new tokens": (
         writer("with the prompt"),
         lambda checkpoint, prompt, n, **settings: prompt + greedy(checkpoint, prompt, n),

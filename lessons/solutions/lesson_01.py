@@ -284,6 +284,14 @@ def only_the_parent(parents):
     return seen
 
 
+def parent_and_minus_one(parents, length):
+    """The root's parent, -1, is column length - 1, or the last one if there are no committed
+    rows."""
+    seen = with_nodes(only_the_parent)(parents, length)
+    seen[0, length - 1] = True
+    return seen
+
+
 def all_shallower(parents):
     depth = ancestors(parents).sum(-1)
     return (depth < depth[:, None]) | itself(parents)
@@ -354,7 +362,9 @@ MASK_MISTAKES = {
     "siblings see each other, but they are alternatives for the same place": (
         with_nodes(with_siblings)
     ),
-    "a node sees its parent, but not its parent's ancestors": with_nodes(only_the_parent),
+    "a node sees its parent, but not its parent's ancestors": (
+        with_nodes(only_the_parent), parent_and_minus_one,
+    ),
     "a node sees itself and the committed rows, but no ancestor": with_nodes(itself),
     "a node does not see itself": with_nodes(lambda parents: ancestors(parents) & ~itself(parents)),
     "the columns of the nodes are transposed: row i is what node i sees": with_nodes(
@@ -594,7 +604,7 @@ COMMIT_MISTAKES = {
 
 LOOPS = [
     engine.Loop(0, (4, 7), 5), engine.Loop(1, (5,), 6), engine.Loop(2, (8, 1, 3, 3, 2), 9),
-    engine.Loop(3, (2, 6), 6, context=8),
+    engine.Loop(3, (2, 6), 7, context=8),
 ]  # fmt: skip
 LOOP_MISTAKES = {
     "it takes the first row's choice; what follows the newest token is in the last row": (

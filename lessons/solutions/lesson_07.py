@@ -1,19 +1,26 @@
-"""Lesson 07: the loss of a head that runs on its own output."""
+"""Lesson 07: the loss of a head that runs on its own output, and a chain of frequent words."""
 
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from form import Oracle, Question, Task, Wrong
+from own_engine import find_draft, find_words
 from torch import Tensor
 
 from minispec.distill import Documents, MTPLoss
 from minispec.distill.documents import cross_entropy
+from minispec.methods.vocabulary import Subset
+from minispec.model import Transformer
+from minispec.tree import Tree
+from solutions import engine
+from solutions.lesson_06 import package_chain as chain
 
 # ---- solution ------------------------------------------------------------------------------------
 
@@ -29,7 +36,26 @@ def mtp_loss(logits, tokens, learn, beta):
     return total / weights
 
 
-# ---- the package's loss, with the lesson's arguments ---------------------------------------------
+def draft_frequent(model, text, probs, randomness):
+    drafter, words = find_draft(model, text), find_words(model, text)
+    rows = drafter.model.lm_head.weight[words]
+
+    def logits(hidden):
+        full = hidden.new_full((len(hidden), model.config.vocab_size), -torch.inf)
+        full[:, words] = hidden @ rows.T
+        return full
+
+    drafter = SimpleNamespace(run=drafter.run, cache=drafter.cache)
+    drafter.model = SimpleNamespace(logits=logits)
+
+    def propose(text, hidden, path):
+        new = text[len(text) - len(path) :]
+        return Tree.chain(text[-1], chain(drafter, hidden[path], new, 3) if new else [])
+
+    return propose
+
+
+# ---- the package's functions, with the lesson's arguments ----------------------------------------
 
 
 class LossOfLogits(MTPLoss):
@@ -48,6 +74,26 @@ def package_mtp_loss(logits, tokens, learn, beta):
     loss = LossOfLogits(None, target, documents, len(logits), beta, aligned=True)
     loss.given = logits
     return loss(torch.arange(len(rows)))
+
+
+def package_draft_frequent(model, text, probs, randomness):
+    draft, ids = find_draft(model, text), find_words(model, text).tolist()
+    subset = Subset(draft.model.lm_head.weight, ids)
+
+    def logits(hidden):
+        some = subset.logits(hidden)
+        return some.new_full((len(some), subset.size), -torch.inf).index_copy(1, subset.ids, some)
+
+    parts = {"run": draft.run, "cache": draft.cache, "model": SimpleNamespace(logits=logits)}
+    frequent = SimpleNamespace(**parts)
+
+    def propose(text, hidden, path):
+        if len(path) == 0:
+            return Tree([text[-1]], [-1])
+        drafts = chain(frequent, hidden[path], text[-len(path) :], 3)
+        return Tree([text[-1], *drafts], [-1, 0, 1, 2])
+
+    return propose
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -247,6 +293,40 @@ MISTAKES = {
     "it takes probabilities; the cross-entropy is their negative logarithm": faulty(ce=probability),
 }  # fmt: skip
 
+# ---- draft_frequent ------------------------------------------------------------------------------
+
+DRAFTINGS = [
+    engine.Drafting(head, text, ends)
+    for head in (False, True)
+    for text, ends in (((1, 2, 0, 2, 1), (3, 5)), ((2, 0, 0, 1), (2, 4)), ((1, 2), (1, 2)))
+]
+
+
+def run_frequent(function: Callable, case: engine.Drafting):
+    """The outcomes of a drafter that must not compute the logits of all tokens."""
+
+    def refuse(*_):
+        raise Wrong("it computes the logits of all tokens; a draft needs only those of `words`: "
+                    "hidden @ rows.T")  # fmt: skip
+
+    with mock.patch.object(Transformer, "logits", refuse):
+        return engine.run_drafts(function, case)
+
+
+def right_words(case: engine.Drafting, text: list[int], randomness) -> Tree:
+    words = [*range(0, engine.V, 2)]  # `find_words`, where there is no list
+    return Tree.chain(text[-1], engine.fresh_chain(case, text, 3, words) if len(text) > 1 else [])
+
+
+DRAFT_MISTAKES = {
+    "the drafts are indices into `words`; token words[i] is meant, which the head reads next": (
+        engine.altered(draft_frequent, ("full[:, words] = ", "full = "))
+    ),
+    "tokens that are not among the words have logit 0; it must be -inf, so that they never win": (
+        engine.altered(draft_frequent, ("-torch.inf", "0.0"))
+    ),
+}
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {"tau_trained": (1, 4), "second_step": (0, 1), "covered": (0, 1), "tau_chinese": (1, 4)}
@@ -268,6 +348,25 @@ TASKS = [
         ),
         mistakes=MISTAKES,
         shows=(MTPLoss.__call__, cross_entropy),
+    ),
+    Task(
+        name="draft_frequent",
+        package=package_draft_frequent,
+        solution=draft_frequent,
+        judge=replace(
+            engine.drafters(
+                DRAFTINGS, engine.exact_drafts(right_words), f"{len(DRAFTINGS)} texts"
+            ),
+            run=run_frequent,
+        ),
+        hints=(
+            "It is `draft_chain` with another drafter: an object with drafter's `run` and `cache`, "
+            "and with a `model` whose logits(hidden) you write, from the rows of the words.",
+            "rows = drafter.model.lm_head.weight[words], once. logits(hidden) fills (n, V) with "
+            "-inf and puts hidden @ rows.T into the columns `words`.",
+        ),
+        mistakes=DRAFT_MISTAKES,
+        shows=(Subset,),
     ),
 ]  # fmt: skip
 
@@ -294,7 +393,7 @@ which p is one-hot: a draft is right only if the target's best token is in S.
 
 *The gain.* A draft reads |S| rows of `lm_head` instead of all. FR-Spec and FastMTP choose S as the
 most frequent tokens, for which p(S) stays near 1 although S is small.
-""",
+"""
 }
 
 # ---- the quiz ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Lesson 11: EAGLE-3's fused features, and the steps of training-time test."""
+"""Lesson 11: EAGLE-3's fused features, the steps of training-time test, and a chain of drafts."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,14 +8,19 @@ from types import SimpleNamespace
 
 import torch
 from form import Oracle, Question, Task, Wrong
+from own_engine import find_eagle3, watch
 from probe import runner
 from torch import Tensor
 
 from minispec.certify.toys import random_eagle3_head, small_model
 from minispec.distill import MTPLoss
+from minispec.generate.drafters import with_drafter
 from minispec.methods.eagle3 import Eagle3Head
 from minispec.methods.fastmtp import HeadDrafter
 from minispec.model import Backbone, Transformer
+from minispec.tree import Tree
+from solutions import engine
+from solutions.lesson_06 import package_chain as chain
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -38,6 +43,18 @@ def unroll(run, fused, tokens, steps):
         hidden = run(hidden, tokens[:, k + 1 : k + 1 + n], row + k, mask)
         outputs.append(hidden)
     return outputs
+
+
+def draft_three(model, text, probs, randomness):
+    drafter = find_eagle3(model)
+    states = watch(model, drafter.layers)
+
+    def propose(text, hidden, path):
+        three = torch.cat([states[i] for i in drafter.layers], -1)
+        new = text[len(text) - len(path) :]
+        return Tree.chain(text[-1], chain(drafter, drafter.fc(three[path]), new, 3) if new else [])
+
+    return propose
 
 
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
@@ -66,6 +83,20 @@ def package_unroll(run, fused, tokens, steps):
     loss = SimpleNamespace(head=head, target=target, weights=[0] * steps, aligned=True)
     loss.plan = lambda n, k, keys: MTPLoss.plan(loss, n, k, keys)
     return MTPLoss.outputs(loss, fused, tokens)
+
+
+def package_draft_three(model, text, probs, randomness):
+    draft = find_eagle3(model)
+    states = watch(model, draft.layers)
+
+    def propose(text, hidden, path):
+        if len(path) == 0:
+            return Tree([text[-1]], [-1])
+        features = draft.fc(torch.cat([*map(states.get, draft.layers)], -1))
+        drafts = chain(draft, features[path], text[-len(path) :], 3)
+        return Tree([text[-1], *drafts], [-1, 0, 1, 2])
+
+    return propose
 
 
 # ---- fuse: cases ---------------------------------------------------------------------------------
@@ -472,6 +503,41 @@ UNROLL_MISTAKES = {
     ),
 }  # fmt: skip
 
+# ---- draft_three ---------------------------------------------------------------------------------
+
+DRAFTINGS = [
+    engine.Drafting(True, text, ends)
+    for text, ends in (
+        ((1, 2, 0, 2, 1), (3, 5)), ((2, 0, 0, 1), (2, 4)), ((1, 2), (1, 2)), ((0, 1, 1, 2), (4,)),
+    )
+]  # fmt: skip
+
+
+def right_three(case: engine.Drafting, text: list[int], randomness) -> Tree:
+    """The head's best chain, from passes over the whole text."""
+    model, drafts = engine.checkpoint(True), []
+    if len(text) == 1:
+        return Tree.chain(text[-1], drafts)
+    head = with_drafter("eagle3", model, None, {})["head"]
+    hidden = head.project_features(model(text[:-1], feature_layers=head.feature_layers))
+    for _ in range(3):
+        embedded = head.embed(torch.tensor(text[1:] + drafts), model)
+        output = head(hidden, embedded[None])[:, -1:]
+        hidden = torch.cat([hidden, output], 1)
+        drafts.append(int(head.ids[head.logits(output[0, 0]).argmax()]))
+    return Tree.chain(text[-1], drafts)
+
+
+DRAFT_MISTAKES = {
+    "the states are side by side in the wrong order; that of the lowest layer comes first": (
+        engine.altered(draft_three, ("for i in drafter.layers]", "for i in drafter.layers[::-1]]"))
+    ),
+    "there are too few drafts: three": engine.altered(draft_three, ("new, 3)", "new, 2)")),
+    "it reads the states of the first rows; those of `path` are the new pairs'": engine.altered(
+        draft_three, ("three[path]", "three[[0] * len(path)]")
+    ),
+}
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
@@ -514,6 +580,22 @@ TASKS = [
         ),
         mistakes=UNROLL_MISTAKES,
         shows=(MTPLoss.outputs, MTPLoss.plan),
+    ),
+    Task(
+        name="draft_three",
+        package=package_draft_three,
+        solution=draft_three,
+        judge=engine.drafters(
+            DRAFTINGS, engine.exact_drafts(right_three), f"{len(DRAFTINGS)} texts"
+        ),
+        hints=(
+            "It is `draft_chain` of lesson 06, but in the place of hidden[path] stand the fused "
+            "features of these rows. Call `watch` once, before the first pass.",
+            "torch.cat([states[i] for i in drafter.layers], -1)[path] are the three states of the "
+            "new pairs; drafter.fc makes (n, d) of them, for `chain`.",
+        ),
+        mistakes=DRAFT_MISTAKES,
+        shows=(HeadDrafter.flush_pending,),
     ),
 ]  # fmt: skip
 

@@ -98,10 +98,12 @@ def show_accept(case: Round, got: tuple[int, int], expected: tuple[int, int]) ->
 
 
 def diagnose_accept(results: list[tuple]) -> str | None:
-    """Say so if only rounds are wrong in which all guesses are right."""
+    """Say so if only rounds are wrong in which all guesses are right, or only fresh tokens."""
     wrong = [case for case, got, expected in results if got != expected]
     if all(case.guess == choices_of(case)[:-1] for case in wrong):
         return "it errs only if all guesses are right: accept all of them, and add the last choice"
+    if all(got[0] == expected[0] for _, got, expected in results):
+        return "n is right, but not the fresh token: after n accepted guesses it is choices[n]"
     return None
 
 

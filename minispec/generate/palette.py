@@ -10,6 +10,7 @@ CONTEXT = "#7F7F7F"  # grey: earlier text, or a draft that has not been judged y
 PALE = "#DDDDDD"  # earlier text in the background, or a draft that was never looked at
 LINE = "#BBBBBB"  # edges of a tree
 HIDDEN = "#F2F2F2"  # what a mask hides
+INK, LIGHT_INK = "#767676", "#808080"  # letters and axes, to be read on white and on black
 ORANGE, SKY, PURPLE = "#E69F00", "#56B4E9", "#CC79A7"  # further series of a plot
 
 LEGEND = {"accepted": ACCEPTED, "rejected": REJECTED, "fresh": FRESH}

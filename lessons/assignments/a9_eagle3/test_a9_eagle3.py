@@ -129,7 +129,7 @@ def test_training_time_test_is_drafting(impl, seeds):
     """Step k at row i is the head extended to i, then run on its own output with true tokens."""
     for seed in seeds(3):
         rng, model = random.Random(seed), model_of(seed)
-        head, text = random_eagle3_head(model, seed), rng.choices(range(24), k=rng.randint(6, 9))
+        head, text = random_eagle3_head(model, seed), rng.sample(range(24), rng.randint(6, 9))
         states = model(text, feature_layers=head.feature_layers)[:, : len(text) - 2]
         tokens, n = torch.tensor([text + [0] * 4]), len(text) - 2
         outputs = loss_of(impl, model, head, 4).outputs(states, tokens)
