@@ -83,10 +83,10 @@ def speculative(checkpoint, prompt, *, max_new_tokens, seed, **sampling):
         result = decoder.decode(query, k, *strategies(**sampling))
         agreed = result.num_accepted_tokens
         drafted, accepted = drafted + k, accepted + agreed
-        for token in result.token_ids[0].tolist():
+        for token in result.token_ids[0].tolist()[: max_new_tokens - len(tokens)]:
             tokens.append(token)
             if token in end_tokens(checkpoint):
                 return tokens, drafted, accepted
         # as in its main.py: the draft has not read the last of its tokens if all were accepted
         query = result.token_ids[:, -2:] if agreed == k else result.token_ids[:, -1:]
-    return tokens[:max_new_tokens], drafted, accepted
+    return tokens, drafted, accepted

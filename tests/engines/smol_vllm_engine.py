@@ -1,8 +1,9 @@
 """smol-vllm 0.1.2's engine, as black boxes for the certifier. It has no top-k and no top-p, ignores
-the temperature, and calls a method that transformers removed in 4.56: `patched` has it again."""
+the temperature, and calls a method that transformers 4.57 does not have: `patched` has it again."""
 
 import contextlib
 import functools
+from types import SimpleNamespace
 
 import torch
 from end_tokens import end_tokens
@@ -39,7 +40,7 @@ class FixedScheduler(Scheduler):
 
 
 def batch_split(cache, full_batch_size, split_size):
-    """Return a cache for every row, as transformers 4.55 did."""
+    """Return a cache for every row, as older versions of transformers did."""
     rows = range(full_batch_size)
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     return [DynamicCache([(k[i : i + 1], v[i : i + 1]) for k, v in layers]) for i in rows]
@@ -47,7 +48,10 @@ def batch_split(cache, full_batch_size, split_size):
 
 @functools.cache
 def load(checkpoint: str, kind: type) -> CausalLM:
-    return kind(checkpoint, "cpu")
+    """Load a model that pads with the end token, or with 1 if the checkpoint has none."""
+    model, ends = kind(checkpoint, "cpu"), end_tokens(checkpoint)
+    model.tokenizer = SimpleNamespace(pad_token_id=None, eos_token_id=[*ends, 1][0])
+    return model
 
 
 def many(mode, checkpoint, requests):
