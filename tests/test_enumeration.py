@@ -592,3 +592,9 @@ def test_everything_is_restored_and_generators_can_be_kept():
     assert names == (random.random, np.random.choice, np.random.default_rng, torch.manual_seed)
     assert states == (random.getstate(), torch.get_rng_state().tolist())
     assert choice_before is np.random.choice and type(PYTHON) is random.Random
+
+
+def test_a_slow_decoder_has_at_least_one_outcome():
+    found = Enumeration(lambda seed: (int(torch.rand(()) < 0.3),), seconds=-1.0)
+    assert len(found.outcomes) == 1 and not found.complete
+    found.confirm(found.distribution, 0.0, 1.0)

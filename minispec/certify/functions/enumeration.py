@@ -134,13 +134,15 @@ class Enumeration:
             first = self.run([])
             for _ in range(EQUAL_CALLS - 1):
                 self.require_equal([], first)
-            while scripts and len(self.outcomes) < limit and time.monotonic() < end:
+            while scripts and len(self.outcomes) < limit:
                 bar.update()
                 outcome = self.run(heapq.heappop(scripts)[1])
                 for probability, script in outcome.randomness.others:
                     heapq.heappush(scripts, (-probability, script))
                 self.outcomes.append(outcome)
                 self.distribution[outcome.tokens] += outcome.randomness.probability
+                if time.monotonic() > end:
+                    break
         if not self.used:
             raise DrawsNothing(f"it uses no random numbers from {RANDOM_SOURCES}")
         total = sum(self.distribution.values())
