@@ -12,6 +12,8 @@ from conftest import random_model
 
 from minispec.certify import evidence
 from minispec.certify.conventions import warper
+from minispec.certify.examination import Examination, Request
+from minispec.certify.requests import Asked, Place
 from minispec.certify.scoring import FIRST, Scores, deviation, normalise_end, smallest_p
 from minispec.certify.statistics import bennett_p
 from minispec.certify.toys import small_model
@@ -137,6 +139,16 @@ def test_only_greedy_tokens_have_a_gap_of_zero():
     logits = model.logits(model(PROMPT + best[:3])[0, -1])
     expected = float(logits.max() - logits[other[3]])
     assert largest_gap(model, PROMPT, other) == (pytest.approx(expected), 3, 1)
+
+
+def test_a_server_does_not_say_which_end_token_it_drew():
+    """All of them count as the first one, and such tokens are evidence like others."""
+    place = Place(Examination(None, small_model(3, 8, eos_ids=(5, 7), layers=1)), given=PROMPT)
+    for sampling in UNWARPED, Sampling(0.8, top_k=6):
+        asked = Asked(place, Request(PROMPT, 2, sampling))
+        found = [evidence.score(asked, [2, end], np.random.default_rng(0)) for end in (5, 7)]
+        assert (found[0].u == found[1].u).all() and found[0].counts.all()
+        assert found[0].impossible == [None] * len(found[0].impossible)
 
 
 def test_end_tokens_are_normalised():

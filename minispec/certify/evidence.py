@@ -43,23 +43,22 @@ def score(asked: Asked, tokens: list[int], rng: np.random.Generator) -> Scored:
     """Place each token in the distributions that it may have been drawn from."""
     prompt, _, sampling, _ = asked.request
     logits = answer_logits(asked.place.model, prompt, tokens)  # (n, V)
-    drawn, margin = torch.tensor(tokens), max(1e-3, asked.place.exam.tolerance)
+    margin, answer = max(1e-3, asked.place.exam.tolerance), tokens
     warps = [warper(sampling, order) for order in (WARPS if sampling.top_p < 1 else WARPS[:1])]
     rows, ends = [warp(logits) for warp in warps], list(asked.place.model.config.eos_ids)
+    sure = [~rounding_decides(logits, p, warp, margin) for p, warp in zip(rows, warps)]
     if asked.place.given and len(ends) > 1:  # a server does not say which one it was
         for row in rows:
             row[:, ends[0]], row[:, ends[1:]] = row[:, ends].sum(-1), 0.0
         tokens = [ends[0] if token in ends else token for token in tokens]
-        drawn = torch.tensor(tokens)
-    keys = order_keys(asked, tokens, rows[0])
+    drawn, keys = torch.tensor(tokens), order_keys(asked, tokens, rows[0])
     u, counts, impossible, v = [], [], [], torch.from_numpy(rng.random(len(tokens)))
-    for warp, p in zip(warps, rows):
+    for warp, p, certain in zip(warps, rows, sure):
         own = p[range(len(tokens)), drawn]
-        sure = ~rounding_decides(logits, p, warp, margin)
-        wrong = ((own == 0) & sure).nonzero()[:, 0].tolist()
-        wrong = [i for i in wrong if not kept_if_raised(logits[i], tokens[i], warp, margin)]
+        wrong = ((own == 0) & certain).nonzero()[:, 0].tolist()
+        wrong = [i for i in wrong if not kept_if_raised(logits[i], answer[i], warp, margin)]
         impossible.append(wrong[0] if wrong else None)
-        counts.append((sure & (own > 0)).numpy())
+        counts.append((certain & (own > 0)).numpy())
         u.append([(interval_starts(p, key, drawn) + v * own).numpy() for key in keys])
     spread = [0] * len(WARPS) if len(warps) == 1 else range(len(WARPS))
     u = np.clip(np.array(u), 0.0, 1 - 1e-9)[spread]

@@ -36,7 +36,7 @@ KINDS = {  # of strata, by check
     "sampled": ("all", "temperature", "filters", "prompts", "turns", "positions",
                 "end of the context", "end tokens", "vocabulary", "drafts", "batches"),
 }  # fmt: skip
-TARGETS = 0.3, 0.2, 0.12, 0.08, 0.06, 0.03  # biases that strata shall show, one after the other
+TARGETS = 0.3, 0.2, 0.12, 0.08, 0.06, 0.03, 0.02  # biases that strata shall show, one after the other
 EVERY_STRATUM = 0.06  # where the bias of one stratum need not be smaller
 PAIRS = *NOISE, REPEATS[1]  # strata of pairs of tokens
 CHOICES = 8  # conversations that are drawn, of which the most useful one is held
@@ -106,7 +106,9 @@ class Stream:
         while unwanted < UNWANTED and time.monotonic() < end and self.asked < self.most:
             talks = [self.conversation() for _ in range(CHOICES)]
             batches = [next(talk) for talk in talks]
-            use, batch, talk = max(zip(map(self.use, batches), batches, talks), key=lambda x: x[0])
+            length = [sum(asked.request.n for asked in batch) for batch in batches]
+            use, _, batch, talk = max(zip(map(self.use, batches), length, batches, talks),
+                                      key=lambda x: x[:2])  # fmt: skip
             unwanted = 0 if use else unwanted + 1
             with suppress(StopIteration):
                 while self.use(batch):
