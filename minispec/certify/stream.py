@@ -36,7 +36,7 @@ KINDS = {  # of strata, by check
     "sampled": ("all", "temperature", "filters", "prompts", "turns", "positions",
                 "end of the context", "end tokens", "vocabulary", "drafts", "batches"),
 }  # fmt: skip
-TARGETS = 0.3, 0.2, 0.12, 0.08, 0.06, 0.03, 0.02  # biases that strata shall show, one after the other
+TARGETS = 0.3, 0.2, 0.12, 0.08, 0.06, 0.03, 0.02  # biases to be seen, one after the other
 EVERY_STRATUM = 0.06  # where the bias of one stratum need not be smaller
 PAIRS = *NOISE, REPEATS[1]  # strata of pairs of tokens
 CHOICES = 8  # conversations that are drawn, of which the most useful one is held
