@@ -169,7 +169,7 @@ GREEDY, PROMPTS, POSITIONS = "greedy: all", "greedy: prompts", "greedy: position
         (changed(temperature=1.0), [LENGTHS], [GREEDY], ""),
         (wrong_on_long_prompts, [LENGTHS], [PROMPTS], "33 to 127 tokens"),
         (wrong_at_block_borders, [LENGTHS], [PROMPTS], "tokens"),
-        (wrong_after_64_tokens, [LENGTHS], [POSITIONS], "from token 65"),
+        (wrong_after_64_tokens, ["limits: lengths"], [POSITIONS], "from token 65"),
         (first_end_token_only, ["limits: lengths"], [ENDS], "in generation_config.json"),
         (runs_past_the_end, ["limits: lengths"], [ENDS], ""),
         (ends_missed_in_drafts, ["limits: lengths"], [ENDS], ""),
