@@ -45,13 +45,18 @@ def mean(values: list[float]) -> str:
     return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def parser(description: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=description.split("\n\n")[0])
     p.add_argument("model")
     p.add_argument("questions", type=Path)
-    p.add_argument("--k", type=int, default=3)
     p.add_argument("--temperature", type=float, default=0.7)
     p.add_argument("--tokens", type=int, default=64)
+    return p
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--k", type=int, default=3)
     args = p.parse_args()
     model, tokenizer = load(args.model)
     per_pass, gains = {name: [] for name in RULES}, []

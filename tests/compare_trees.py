@@ -4,11 +4,9 @@ a node are its best tokens and if they are drawn without replacement. Run by han
     python tests/compare_trees.py smollm2 weights/smollm2/prompts.jsonl --temperature 0.7
 """
 
-import argparse
 import json
-from pathlib import Path
 
-from compare_rules import mean
+from compare_rules import mean, parser
 
 from minispec import Sampling, load
 from minispec.generate import decode
@@ -21,12 +19,8 @@ DRAFTS = {
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    p.add_argument("model")
-    p.add_argument("questions", type=Path)
-    p.add_argument("--temperature", type=float, default=0.7)
+    p = parser(__doc__)
     p.add_argument("--prompts", type=int, default=40)
-    p.add_argument("--tokens", type=int, default=64)
     args = p.parse_args()
     model, tokenizer = load(args.model)
     lines = args.questions.read_text(encoding="utf-8").splitlines()

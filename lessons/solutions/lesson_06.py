@@ -70,16 +70,17 @@ def package_best_nodes(probs, parents, n):
     return fastmtp.best_tree(-1, values, n).tokens[1:]
 
 
+def package_drafts(draft, text, hidden):
+    """A tree of three drafts; hidden (n, d) are the states before the last n tokens of the text."""
+    if len(hidden) == 0:
+        return Tree([text[-1]], [-1])
+    drafts = package_chain(draft, hidden, text[-len(hidden) :], 3)
+    return Tree([text[-1], *drafts], [-1, 0, 1, 2])
+
+
 def package_draft_chain(model, text, probs, randomness):
     draft = find_draft(model, text)
-
-    def propose(text, hidden, path):
-        if len(path) == 0:
-            return Tree([text[-1]], [-1])
-        drafts = package_chain(draft, hidden[path], text[-len(path) :], 3)
-        return Tree([text[-1], *drafts], [-1, 0, 1, 2])
-
-    return propose
+    return lambda text, hidden, path: package_drafts(draft, text, hidden[path])
 
 
 # ---- chain: cases --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from minispec.model import Transformer
 from minispec.tree import Tree
 from solutions import engine
 from solutions.lesson_06 import package_chain as chain
+from solutions.lesson_06 import package_drafts
 
 # ---- solution ------------------------------------------------------------------------------------
 
@@ -86,14 +87,7 @@ def package_draft_frequent(model, text, probs, randomness):
 
     parts = {"run": draft.run, "cache": draft.cache, "model": SimpleNamespace(logits=logits)}
     frequent = SimpleNamespace(**parts)
-
-    def propose(text, hidden, path):
-        if len(path) == 0:
-            return Tree([text[-1]], [-1])
-        drafts = chain(frequent, hidden[path], text[-len(path) :], 3)
-        return Tree([text[-1], *drafts], [-1, 0, 1, 2])
-
-    return propose
+    return lambda text, hidden, path: package_drafts(frequent, text, hidden[path])
 
 
 # ---- cases ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from solutions import engine
 from solutions.lesson_05 import package_add as add
 from solutions.lesson_05 import package_lookup as lookup
 from solutions.lesson_06 import package_chain as chain
+from solutions.lesson_06 import package_drafts
 from solutions.pure_10 import BEST_METHOD, TOKENS_PER_SECOND
 
 # ---- solution ------------------------------------------------------------------------------------
@@ -65,11 +66,9 @@ def package_draft_hybrid(model, text, probs, randomness):
         pool.update((gram[0], [gram[1:]]) for gram in ngrams(text, len(path), n=6))
         if followed := pool.get(tuple(text[-3:])):
             return Tree.merged(text[-1], followed)
-        if not kept:
-            return Tree([text[-1]], [-1])
-        drafts = chain(draft, torch.stack(kept), text[-len(kept) :], 3)
+        states = torch.stack(kept) if kept else hidden[:0]
         kept.clear()
-        return Tree([text[-1], *drafts], [-1, 0, 1, 2])
+        return package_drafts(draft, text, states)
 
     return propose
 

@@ -21,6 +21,7 @@ from minispec.model import Backbone, Transformer
 from minispec.tree import Tree
 from solutions import engine
 from solutions.lesson_06 import package_chain as chain
+from solutions.lesson_06 import package_drafts
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -90,11 +91,8 @@ def package_draft_three(model, text, probs, randomness):
     states = watch(model, draft.layers)
 
     def propose(text, hidden, path):
-        if len(path) == 0:
-            return Tree([text[-1]], [-1])
         features = draft.fc(torch.cat([*map(states.get, draft.layers)], -1))
-        drafts = chain(draft, features[path], text[-len(path) :], 3)
-        return Tree([text[-1], *drafts], [-1, 0, 1, 2])
+        return package_drafts(draft, text, features[path])
 
     return propose
 
