@@ -36,11 +36,11 @@ KINDS = {  # of strata, by check
     "sampled": ("all", "temperature", "filters", "prompts", "turns", "positions",
                 "end of the context", "end tokens", "vocabulary", "drafts", "batches"),
 }  # fmt: skip
-TARGETS = 0.3, 0.2, 0.12, 0.08, 0.06, 0.03, 0.02  # biases to be seen, one after the other
+TARGETS = 0.3, 0.2, 0.12, 0.08, 0.06, 0.03, 0.02  # biases to look for, one after the other
 EVERY_STRATUM = 0.06  # where the bias of one stratum need not be smaller
 PAIRS = *NOISE, REPEATS[1]  # strata of pairs of tokens
-CHOICES = 8  # conversations that are drawn, of which the most useful one is held
-UNWANTED = 20  # times in a row that none is useful, after which all strata have what they need
+CHOICES = 8  # conversations drawn at a time; only the most useful one is held
+UNWANTED = 20  # if none was useful this many times in a row, all strata have what they need
 LOOKS = 1 / 8, 1 / 4, 1 / 2, 1  # at the fresh tokens that confirm a suspicion
 ANY_ORDER = Sampling(0.5, 2, 0.5)  # a setting for which the order of warpers matters
 
@@ -101,15 +101,12 @@ class Stream:
             self.confirm(max(10.0, seconds / 2))
 
     def draw(self, end: float) -> None:
-        """Hold conversations that are useful, most of them for the strata that lack most."""
+        """Hold the most useful of every few conversations until none of them is useful."""
         unwanted = 0
         while unwanted < UNWANTED and time.monotonic() < end and self.asked < self.most:
             talks = [self.conversation() for _ in range(CHOICES)]
-            batches = [next(talk) for talk in talks]
-            length = [sum(asked.request.n for asked in batch) for batch in batches]
-            use, _, batch, talk = max(zip(map(self.use, batches), length, batches, talks),
-                                      key=lambda x: x[:2])  # fmt: skip
-            unwanted = 0 if use else unwanted + 1
+            batch, talk = max(((next(talk), talk) for talk in talks), key=lambda x: self.rank(x[0]))
+            unwanted = 0 if self.use(batch) else unwanted + 1
             with suppress(StopIteration):
                 while self.use(batch):
                     batch = talk.send(self.ask(batch))
@@ -118,16 +115,20 @@ class Stream:
         rng = Random(f"{self.seed} {next(self.numbers)}")
         return conversation(rng, rng.choice(self.places), rng.choice(self.sizes))
 
+    def rank(self, batch: list[Asked]) -> tuple[float, int]:
+        """Return a key by which the most useful batch is the largest; of equals, the longest."""
+        return self.use(batch), sum(asked.request.n for asked in batch)
+
     def use(self, batch: list[Asked]) -> float:
-        """Return the largest bias that could hide in a stratum of the batch and shall not, times
-        the share of an answer's sampled tokens in this stratum; 0 if nothing is lacking."""
-        most = 0.0
+        """Return how useful a batch is: the largest bias that could still hide in one of its strata
+        (see `lacks`), times the share of an answer's sampled tokens that are in this stratum."""
+        use = 0.0
         for asked in batch:
             if features(asked) not in self.unsupported:
                 for check, kind, name, first, end in self.strata(asked):
                     share = (end - first) / (asked.request.n or 1) if check == "sampled" else 1.0
-                    most = max(most, share and share * self.lacks(check, kind, name))
-        return most
+                    use = max(use, share * self.lacks(check, kind, name))
+        return use
 
     def strata(self, asked: Asked) -> Iterator[tuple[str, str, str, int, int]]:
         """Yield the strata of a request whose rows are wanted, with their checks."""
@@ -141,7 +142,7 @@ class Stream:
             yield from ((check, *x) for x in found if (check, x[0]) in self.rows)
 
     def lacks(self, check: str, kind: str, name: str) -> float:
-        """Return the bias that could hide in a stratum, or 0 if it has seen enough."""
+        """Return the bias that could still hide in a stratum, or 0 if it has seen enough."""
         if self.goals is not None:
             wanted = self.goals.get((kind, name), 0) if check == "sampled" else 0
             return float(self.evidence.tokens((kind, name)) < wanted)
@@ -152,8 +153,8 @@ class Stream:
             hidden = evidence.detectable(self.evidence.tokens((kind, name)))
         else:
             hidden = 3 / max(3, seen.answers)  # rule of three
-        least = self.target if name == "all tokens" else max(self.target, EVERY_STRATUM)
-        return hidden if hidden > least else 0.0
+        target = self.target if name == "all tokens" else max(self.target, EVERY_STRATUM)
+        return hidden if hidden > target else 0.0
 
     def ask(self, batch: list[Asked]) -> list[list[int]]:
         """Ask, judge each answer and return what of it can be continued."""

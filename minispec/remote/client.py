@@ -40,8 +40,8 @@ DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
 class RequestError(Exception):
     """A request failed. Its `kind` is "rejected" (4xx, or not a completion), "failed" (5xx, or a
     broken connection), "incomplete" (the server broke off its answer), "lost" (the server cannot be
-    reached), or "unavailable" (busy, access denied, or no answer in time). Who made it may name the
-    `request`."""
+    reached), or "unavailable" (busy, access denied, or no answer in time). The caller may set
+    `request` to the one that failed."""
 
     def __init__(self, message: str, kind: str, busy: bool = False):
         super().__init__(message)
