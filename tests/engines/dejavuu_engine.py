@@ -6,18 +6,9 @@ from types import SimpleNamespace
 
 from dejavuu import DejaVu
 from dejavuu.decoders.hf import HFBackend
-from end_tokens import end_tokens
+from end_tokens import AnyOf, end_tokens
 
 read = functools.cache(functools.partial(HFBackend, device="cpu"))
-
-
-class Any(frozenset):
-    """A mended end token: it equals every end token of the checkpoint."""
-
-    def __eq__(self, token):
-        return token in self
-
-    __hash__ = frozenset.__hash__
 
 
 class Ids(SimpleNamespace):
@@ -36,7 +27,7 @@ def generate(
     if max_new_tokens == 0:  # it does not accept 0
         return []
     ends = end_tokens(checkpoint)
-    ids = Ids(eos_token_id=Any(ends) if fixed else next(iter(ends), None))
+    ids = Ids(eos_token_id=AnyOf(ends) if fixed else next(iter(ends), None))
     temperature = 0.0 if top_k else temperature
     return DejaVu(read(checkpoint), ids, method).generate(
         prompt, max_new=max_new_tokens, budget=3, temperature=temperature, top_p=top_p, seed=seed,

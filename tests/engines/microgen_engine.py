@@ -5,7 +5,7 @@ import functools
 from types import SimpleNamespace
 
 import torch
-from end_tokens import end_tokens
+from end_tokens import end_tokens, until_end
 from microgen.backends import PyTorchBackend
 from microgen.engine import LLMEngine, SpeculativeEngine
 from transformers import AutoModelForCausalLM
@@ -33,8 +33,7 @@ def generate(kind, checkpoint, prompt, *, max_new_tokens, temperature, top_k, to
     result = engine.generate(torch.tensor([prompt]), max_new_tokens)
     tokens = result.output_ids[len(prompt) :]
     if kind is SamplingBackend:  # mended too: nothing follows the first end token
-        ends = [i for i, token in enumerate(tokens) if token in end_tokens(checkpoint)]
-        tokens = tokens[: ends[0] + 1] if ends else tokens
+        tokens = until_end(checkpoint, tokens)
     return tokens, result.total_drafted_tokens, result.total_accepted_tokens
 
 
@@ -42,8 +41,7 @@ def plain(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed
     if top_k > 1 or top_p < 1:
         raise NotImplementedError("top-k, top-p")
     torch.manual_seed(seed)
-    ids = SimpleNamespace(pad_token_id=0, eos_token_id=next(iter(end_tokens(checkpoint)), None))
-    tokenizer = Ids(**vars(ids))
+    tokenizer = Ids(pad_token_id=0, eos_token_id=next(iter(end_tokens(checkpoint)), None))
     engine = LLMEngine(load(checkpoint), tokenizer, checkpoint)
     return engine.generate(prompt, max_new_tokens, temperature=0 if top_k else temperature)
 

@@ -5,7 +5,7 @@ import functools
 from types import SimpleNamespace
 
 import torch
-from end_tokens import end_tokens
+from end_tokens import AnyOf, end_tokens
 from specstream.speculative_streaming import SpeculativeStreaming, SpeculativeStreamingConfig
 from transformers import AutoModelForCausalLM
 
@@ -34,13 +34,6 @@ class Fixed(SpeculativeStreaming):
         pass
 
 
-class Ends(list):
-    """End tokens: equal to each of them."""
-
-    def __eq__(self, token):
-        return token in self
-
-
 @functools.cache
 def load(kind: type, checkpoint: str) -> SpeculativeStreaming:
     return kind(read(checkpoint), SpeculativeStreamingConfig())
@@ -52,7 +45,7 @@ def generate(kind, checkpoint, prompt, *, max_new_tokens, temperature, top_k, to
     torch.manual_seed(seed)
     engine, sampled = load(kind, checkpoint), temperature > 0 and not top_k
     engine.config.temperature, ends = temperature if sampled else 1.0, end_tokens(checkpoint)
-    tokenizer = SimpleNamespace(eos_token_id=Ends(ends) if kind is Fixed else [*ends, None][0])
+    tokenizer = SimpleNamespace(eos_token_id=AnyOf(ends) if kind is Fixed else [*ends, None][0])
     rows = torch.tensor([prompt])
     return engine.generate_speculative(rows, tokenizer, max_new_tokens, sampled)["generated_tokens"]
 

@@ -5,7 +5,7 @@ import functools
 from types import SimpleNamespace
 
 import torch
-from end_tokens import end_tokens
+from end_tokens import until_end
 from uarc.backends.huggingface import HuggingFaceBackend
 
 
@@ -35,9 +35,7 @@ def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p
 
 def speculative_fixed(checkpoint, prompt, **request):
     """Stop after the first end token."""
-    tokens = speculative(checkpoint, prompt, **request)
-    ends = [i for i, token in enumerate(tokens) if token in end_tokens(checkpoint)]
-    return tokens[: ends[0] + 1] if ends else tokens
+    return until_end(checkpoint, speculative(checkpoint, prompt, **request))
 
 
 def generate(draft, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
