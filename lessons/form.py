@@ -169,7 +169,7 @@ def find_task(name: str) -> Task | None:
 
 def predict(**numbers: float | None) -> None:
     """Remember the reader's predictions until `compare`; `...` is a prediction not made. A number
-    out of range is not kept; an earlier one is. Neither is one under a name that is mistyped."""
+    out of range is not kept, and neither is one under a mistyped name; an earlier one stays."""
     asked = progress.ranges.keys() or numbers.keys()
     for name in sorted(numbers.keys() - asked):
         print(f"{name}: the lesson asks for {', '.join(asked)}")
