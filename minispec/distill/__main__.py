@@ -1,6 +1,7 @@
 """The commands `minispec distill …`."""
 
 import contextlib
+import ctypes
 import sys
 from pathlib import Path
 
@@ -23,6 +24,17 @@ COMMANDS = {  # what each runs, which its docstring describes, and what adds its
     "export": (export.run, export.arguments),
 }
 HEADS, MEASURING = ("medusa", "mtp", "eagle3"), ("acceptance", "tree")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep the memory of freed tensors for the next ones. By default, glibc gives
+    that of large ones back, and Linux clears every page again: a quarter of the time. Elsewhere,
+    this does nothing."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        allocator = ctypes.CDLL(None)
+        allocator.mallopt(M_MMAP_MAX, 0)
+        allocator.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @command
@@ -58,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     trains = args.command in ("draft", *HEADS)
     if not trains and args.command != "generate":
         distributed.require_one_process(args.command)
+    keep_freed_memory()
     with training_setup(args, ["distill", *argv]) if trains else contextlib.nullcontext():
         COMMANDS[args.command][0](args)
 

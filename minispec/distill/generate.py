@@ -10,6 +10,7 @@ answers.
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -37,6 +39,7 @@ from minispec.training.loop import add_flags, digest, lock
 
 MAX_BEGINNING = 24  # a text's prompt is shorter than this, in tokens
 POOLED_BATCHES = 4  # prompts are drawn in pools of this many batches
+MAX_ROWS, MAX_REQUESTS = 256, 64  # prompts sampled at once here, or by a server
 MAX_IDLE_PROMPTS = 64  # stop after this many prompts without a new document
 # (prompts, maximum tokens, sampling, seed) -> (index of a prompt, tokens that follow it), …
 Sample = Callable[[list[list[int]], int, Sampling, int], Iterator[tuple[int, list[int]]]]
@@ -62,6 +65,22 @@ def local_sampler(model: Transformer, rows: int) -> Sample:
             yield from ((i, shares[i % size][i // size]) for i in range(len(prompts)))
 
     return sample
+
+
+def default_batch(args: argparse.Namespace, model: Transformer) -> int:
+    """Without --batch: what an unfinished file was started with, or as many prompts as suit."""
+    recorded = read_generated(args.out)[0].get("options", {}) if args.out.exists() else {}
+    suits = MAX_REQUESTS if args.server is not None else rows_that_fit(model)
+    return recorded.get("batch", suits)
+
+
+def rows_that_fit(model: Transformer) -> int:
+    """The rows of a batch: a power of two, at most MAX_ROWS, whose cache takes at most half of the
+    free memory. Few texts are longer than 1,024 tokens."""
+    row = model.new_cache(min(model.config.context, 1024)).kv.nbytes
+    on_gpu = model.device.type == "cuda"
+    free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
+    return min(MAX_ROWS, 2 ** int(math.log2(max(free // (2 * row), 1))))
 
 
 def user_turns(
@@ -163,7 +182,7 @@ def append_documents(
     """Append documents to a file that holds `rows` until there are --documents of them or a pool
     has nothing new; return their number. `new_documents` yields at most as many as requested, from
     a seed. Each is written as soon as it arrives."""
-    duplicates, kept, idle = Duplicates(), len(rows), 0
+    duplicates, kept, idle, tokens = Duplicates(), len(rows), 0, 0
     for row in rows:
         duplicates.add(row["tokens"])
     with tqdm(total=args.documents, initial=kept, unit="document") as bar:
@@ -173,6 +192,9 @@ def append_documents(
                 if args.keep_duplicates or not duplicates.add(row["tokens"]):
                     file.write(json.dumps(row) + "\n")
                     file.flush()
+                    tokens += len(row["tokens"])
+                    seconds = bar.format_dict["elapsed"]
+                    bar.set_postfix_str(f"{tokens / seconds:.0f} tokens/s", refresh=False)
                     bar.update()
                     kept += 1
             idle = 0 if kept > before else idle + missing
@@ -187,6 +209,7 @@ def run(args: argparse.Namespace) -> None:
     if warning := unlisted_eos_warning(model, tokenizer):
         note(warning)
     corpus, skipped = text.read_corpus(args.data)[0] if args.data else {}, text.Skipped()
+    args.batch = args.batch or distributed.all_gather(default_batch(args, model))[0]
     options = {"server": args.server is not None}  # at any address
     options |= {name: getattr(args, name) for name in RECORDED_FLAGS}
     options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(corpus)}
@@ -239,11 +262,13 @@ def arguments(p: argparse.ArgumentParser) -> None:
         p,
         ("documents", number(1), 8000, "documents the file should hold"),
         ("tokens", number(1), 200, "maximum tokens to generate per document"),
-        ("batch", number(1), 64, "prompts sampled at once, or requests to --server"),
         ("seed", number(0), 0, "random seed"),
         ("temperature", float, 0.6, "0: greedy"),
         ("top-k", int, 20, "0: off"),
         ("top-p", float, 0.95, "1: off"),
     )
+    p.add_argument("--batch", type=number(1), help="prompts sampled at once, or requests to "
+                   f"--server (default: {MAX_REQUESTS} requests, or as many prompts as half of the "
+                   f"free memory holds, at most {MAX_ROWS})")  # fmt: skip
     p.add_argument("--keep-duplicates", action="store_true",
                    help="keep near-duplicates, at the rate the target generates them")  # fmt: skip
