@@ -13,7 +13,7 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 # the variable's value as one word of the shell, whatever characters it has
 quoted = '$(subst ','\'',$($1))'
 
-.PHONY: demo test test-all lessons lessons-refresh badges gallery site lint certify reference engine engines \
+.PHONY: demo test test-all lessons lessons-refresh badges gallery site lint certify reference engine engines engines-stale \
 	smollm2 speed gpu gpu-heads grade gradescope score leaderboard golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.

@@ -41,7 +41,7 @@ myst_url_schemes = {"http": None, "https": None, "site": "{{path}}"}
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_js_files = ["page.js", "exercise.js", "predict.js", "quiz.js"]
+html_js_files = ["page.js", "exercise.js", "predict.js", "quiz.js", "table.js"]
 html_math_renderer = "mathml"
 html_copy_source = html_show_copyright = False
 html_domain_indices = html_use_index = False
@@ -65,6 +65,7 @@ lessons/assignments/*/README
 :hidden:
 :caption: Is it lossless?
 minispec/certify/README
+tests/engines/TABLE
 tests/engines/README
 ```
 

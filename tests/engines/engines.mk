@@ -1,17 +1,23 @@
-# Environments for the engines of this folder. `make engines` certifies all functions in it, and
-# `make engine NAME="mini_infer speculative"`, or just NAME=mini_infer, some of them.
+# Environments for the engines of this folder. `make engines` certifies all functions in it that
+# today's certifier has not judged, and `make engine NAME="mini_infer speculative"`, or just
+# NAME=mini_infer, some of them. `make engines-stale` lists those that it has not judged.
 engine: .venv/tested
-	$(BIN)/python tests/engines/run.py .engines/results.jsonl $(call quoted,NAME)
+	$(BIN)/python tests/engines/run.py $(call quoted,NAME)
+	$(BIN)/python tests/engines/table.py
 
 engines: .venv/tested .engines/vllm/installed
-	$(BIN)/python tests/engines/run.py .engines/results.jsonl
+	$(BIN)/python tests/engines/run.py
+	$(BIN)/python tests/engines/table.py
 	-for s in vllm-plain vllm-ngram; do $(BIN)/python tests/engines/serve.py $$s weights/target; done
+
+engines-stale:
+	$(PYTHON) tests/engines/run.py --stale
 
 # a virtual environment with minispec and these packages
 NEW_VENV = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -q -c constraints.txt torch -e .
 
 .engines/ctranslate2/installed:
-	$(NEW_VENV) ctranslate2==4.8.5 transformers
+	$(NEW_VENV) ctranslate2==4.8.5 transformers==5.24.0
 	touch $@
 
 .engines/litgpt/installed:
@@ -36,21 +42,22 @@ NEW_VENV = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -q -c cons
 	touch $@
 
 .engines/ortgenai/installed:
-	$(NEW_VENV) onnxruntime-genai==0.18.0 onnx onnx-ir transformers
+	$(NEW_VENV) onnxruntime-genai==0.18.0 onnxruntime==1.32.0 onnx==1.23.2 onnx-ir==1.1.0 transformers==5.24.0
 	touch $@
 
 # without its declared dependencies: it requires an older tokenizers than minispec
 .engines/transformers444/installed:
-	$(NEW_VENV) "numpy<2" regex requests accelerate
-	$(@D)/bin/python -m pip install -q --no-deps transformers==4.44.2 tokenizers==0.19.1 "huggingface_hub<1"
+	$(NEW_VENV) numpy==1.26.4 regex==2026.11.19 requests==2.34.2 accelerate==1.15.0
+	$(@D)/bin/python -m pip install -q --no-deps transformers==4.44.2 tokenizers==0.19.1 huggingface_hub==0.36.2
 	touch $@
 
 # packages whose declared dependencies do not fit each other lie in folders of their own
 TARGET = $(PYTHON) -m pip install -q --no-deps --target
+PYDANTIC := pydantic==2.14.4 pydantic_core==2.50.5 annotated_types==0.8.0 typing_inspection==0.4.5
 
 .engines/eagle/installed:
 	$(TARGET) .engines/eagle eagle-llm==1.2.1 medusa-llm==0.1 lade==0.0.2
-	$(TARGET) .engines/transformers436 transformers==4.36.2 tokenizers==0.15.2 "huggingface_hub<1"
+	$(TARGET) .engines/transformers436 transformers==4.36.2 tokenizers==0.15.2 huggingface_hub==0.36.2
 	$(TARGET) .engines/transformers434 transformers==4.34.1 tokenizers==0.14.1 huggingface_hub==0.17.3
 	touch $@
 
@@ -60,19 +67,19 @@ TARGET = $(PYTHON) -m pip install -q --no-deps --target
 
 # rotalabs-accel, csaq-quant and those of small4 need the caches of transformers 4
 .engines/transformers4/installed:
-	$(TARGET) .engines/transformers4 transformers==4.57.6 tokenizers==0.22.1 huggingface_hub==0.36.0 hf-xet
+	$(TARGET) .engines/transformers4 transformers==4.57.6 tokenizers==0.22.1 huggingface_hub==0.36.0 hf-xet==1.8.0
 	touch $@
 
 # on transformers 4 too; two of them declare newer versions of Python than they need with our files
 .engines/small4/installed:
 	$(TARGET) .engines/small4 --ignore-requires-python microgen-llm==1.2.2 uarc==0.3.0 dejavuu==0.2.0 \
-		naive-speculate==0.1.0 smol-vllm==0.1.2 llm-samplers==0.1.3 specstream==1.0.0 onnxruntime loguru \
-		pydantic pydantic_core annotated_types typing_inspection typing_extensions
+		naive-speculate==0.1.0 smol-vllm==0.1.2 llm-samplers==0.1.3 specstream==1.0.0 \
+		onnxruntime==1.32.0 loguru==0.7.3 typing_extensions==4.16.0 $(PYDANTIC)
 	touch $@
 
 # needs transformers 5, and triton even on a CPU
 .engines/liteinfer/installed:
-	$(TARGET) .engines/liteinfer liteinfer==0.7.0 triton
+	$(TARGET) .engines/liteinfer liteinfer==0.7.0 triton==3.9.0
 	touch $@
 
 # for vLLM's suffix decoding
@@ -92,7 +99,7 @@ TARGET = $(PYTHON) -m pip install -q --no-deps --target
 .engines/openvino/installed:
 	$(PYTHON) -m venv .engines/openvino
 	.engines/openvino/bin/python -m pip install -q -c constraints.txt torch openvino-genai==2026.4.1 \
-		openvino-tokenizers==2026.4.1 optimum-intel nncf gguf platformdirs
+		openvino-tokenizers==2026.4.1 optimum-intel==2.2.0 nncf==3.4.0 gguf platformdirs
 	-.engines/openvino/bin/python -m pip uninstall -q -y torchvision
 	touch $@
 
@@ -109,5 +116,5 @@ TARGET = $(PYTHON) -m pip install -q --no-deps --target
 .engines/small/installed:
 	$(PYTHON) -m pip install -q --no-deps --target .engines/small flashspec==0.3.1 economize==0.3.2 specdec==0.2.0 \
 		speculative-decoding==0.2.0 sequential-speculative-decoding==0.1.1 \
-		beartype einops pydantic pydantic_core annotated_types typing_inspection
+		beartype==0.23.1 einops==0.8.2 $(PYDANTIC)
 	touch $@

@@ -4,7 +4,7 @@ import contextlib
 import functools
 
 import torch
-from end_tokens import end_tokens
+from end_tokens import end_tokens, until_end
 from mini_infer.engine import InferenceEngine
 from mini_infer.models.loader import load_model_from_safetensors
 from mini_infer.models.sampler import SamplingParams
@@ -48,15 +48,12 @@ def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p
     tokens, drafted, accepted = [], 0, 0
     temperature = 0.0 if top_k else temperature
     target, draft = load(checkpoint)[0], load(f"{checkpoint}/draft")[0]
-    while len(tokens) < max_new_tokens:
+    ends = set(end_tokens(checkpoint))
+    while len(tokens) < max_new_tokens and ends.isdisjoint(tokens):
         prefix = torch.tensor([prompt + tokens])
         new, agreed = speculative_step(target, draft, prefix, 2, temperature)
-        drafted, accepted = drafted + 2, accepted + agreed
-        for token in new:
-            tokens.append(token)
-            if token in end_tokens(checkpoint):
-                return tokens, drafted, accepted
-    return tokens[:max_new_tokens], drafted, accepted
+        tokens, drafted, accepted = tokens + new, drafted + 2, accepted + agreed
+    return until_end(checkpoint, tokens[:max_new_tokens]), drafted, accepted
 
 
 plain, prefix_cached = functools.partial(generate, False), functools.partial(generate, True)

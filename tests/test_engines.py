@@ -1,0 +1,85 @@
+"""The table of other engines: TABLE.md is up to date, and results say which certifier made them."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+ENGINES = ROOT / "tests" / "engines"
+
+
+@pytest.fixture
+def engines(monkeypatch) -> SimpleNamespace:
+    """The scripts of tests/engines."""
+    monkeypatch.syspath_prepend(ENGINES)
+    import run
+    import table
+
+    return SimpleNamespace(run=run, table=table)
+
+
+def test_the_table_is_up_to_date_and_its_losses_have_reasons(engines):
+    page = (ENGINES / "TABLE.md").read_text(encoding="utf-8")
+    assert page == engines.table.page(), "run python tests/engines/table.py"
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == len(engines.run.FUNCTIONS)
+    for function, row in zip(engines.run.FUNCTIONS, rows):
+        assert f"[`{function.name}`]({function.file}_engine.py)" == row[1]
+        note = row[-1].removesuffix(" |")
+        assert all("(README.md#" in cell or note for cell in row if cell.startswith("**")), row
+
+
+def test_results_and_notes_are_of_functions_that_are_run(engines):
+    labels = [function.label for function in engines.run.FUNCTIONS]
+    assert len(set(labels)) == len(labels)
+    assert set(engines.run.read()) | set(engines.table.read_notes()) <= set(labels)
+
+
+def verdict(check: str, case: str, passed: bool | None, detail: str = "", tv: float | None = None):
+    return {"check": check, "case": case, "passed": passed, "detail": detail, "detectable_tv": tv}
+
+
+def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp_path):
+    run = engines.run
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results.jsonl")
+    report = {
+        "finished": True, "date": "2026-11-29T21:45:30+00:00", "seconds": 181.6, "threads": 1,
+        "processor": "AMD EPYC", "instructions": "AVX2", "verdicts": [
+            verdict("exact", "vocab 2", True, "TV 1.2e-07 over sequences of 3 tokens"),
+            verdict("exact", "vocab 3", None, "not supported: top-p"),
+            verdict("greedy", "all", True), verdict("greedy", "batches", False, "wrong"),
+            verdict("limits", "all", False, "all tokens: raised TypeError: no"),
+            verdict("sampled", "all", True, "", 0.0721), verdict("drafts", "both", True),
+        ],
+    }  # fmt: skip
+    first, second = run.FUNCTIONS[5], run.FUNCTIONS[2]
+    for function, seconds in (first, 1.0), (second, 2.0), (first, 181.6):
+        line = {"function": function.label, "certifier": run.certifier()}
+        run.write(line | run.summary(report | {"seconds": seconds}))
+    lines = list(map(json.loads, run.RESULTS.read_text(encoding="utf-8").splitlines()))
+    assert [line["function"] for line in lines] == [second.label, first.label]
+    assert lines[1]["seconds"] == 182 and lines[1]["unseen"] == 0.072 and lines[1]["tv"] == 1.2e-7
+    assert lines[1]["failed"] == ["greedy: batches"] and lines[1]["raised"] == ["limits: all"]
+    cells = engines.table.verdicts(lines[1])
+    assert {name: cells[name] for name in ("greedy", "sampled", "batches", "end tokens")} == {
+        "greedy": "yes", "sampled": "yes (TV 1e-07; 2 of 3)", "batches": "no", "end tokens": "stops"
+    }  # fmt: skip
+    assert {function for function, _ in run.stale()} == set(run.FUNCTIONS) - {first, second}
+    with pytest.raises(ValueError):
+        run.summary(report | {"finished": False})
+
+
+def test_a_result_is_stale_if_the_code_that_judges_changes_not_its_docstrings(
+    engines, monkeypatch, tmp_path
+):
+    today = engines.run.certifier()
+    shutil.copytree(ROOT / "minispec", tmp_path / "minispec")
+    monkeypatch.setattr(engines.run, "ROOT", tmp_path)
+    path = tmp_path / "minispec" / "certify" / "statistics.py"
+    source = path.read_text(encoding="utf-8")
+    path.write_text("# a comment\n" + source.replace('"""', '"""More words. ', 1), encoding="utf-8")
+    assert engines.run.certifier() == today
+    path.write_text(f"{source}\nMORE = 1\n", encoding="utf-8")
+    assert engines.run.certifier() != today
