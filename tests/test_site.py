@@ -72,6 +72,7 @@ def test_everything_is_there(pages):
         ("index.html", 'id="is-it-lossless"'),
         ("lessons/06_fastmtp.html", "<mfrac"),
         ("tests/engines/README.html", 'id="findings"', "OpenVINO GenAI"),
+        ("tests/engines/TABLE.html", "README.html#openvino-genai-a-draft-model"),
         ("lessons/site/api.html", "Accept a path down the tree", "minispec/verify.py.html#L-"),
     ]:
         page = (SITE / name).read_text(encoding="utf-8")
@@ -225,11 +226,22 @@ async function exercises(url) {
   return found;
 }
 
+// a column after one click on its head, then after another
+function sorts(page) {
+  const head = [...page.querySelectorAll("th")].find((th) => th.textContent === "seconds");
+  return [1, 2].map(() => {
+    head.querySelector("button").click();
+    return [...page.querySelectorAll("article tbody tr")]
+      .map((row) => row.cells[head.cellIndex].textContent);
+  });
+}
+
 async function visit(url) {
   const page = await open(url);
   const found = { title: page.title, wide: layout(page), ...phone(page), filters: filters(page) };
   found.loaded = frame.contentWindow.performance.getEntriesByType("resource").map((e) => e.name);
   found.notes = page.querySelectorAll("p.elsewhere").length;
+  if (url.endsWith("/TABLE.html")) found.sorted = sorts(page);
   if (page.getElementById("next")) found.steps = await step(frame);
   if (page.getElementById("prediction")) found.lesson = await predict(page, url);
   return found;
@@ -353,6 +365,14 @@ def test_pictures_are_dark_in_dark_mode(visited):
     light, dark = zip(*(found["filters"] for found in visited.values()))
     assert {filter for page in light for filter in page} == {"none"}
     assert {filter for page in dark for filter in page} == {"invert(1) hue-rotate(180deg)"}
+
+
+@needs_browser
+def test_a_click_on_a_column_sorts_the_table_of_engines(visited):
+    for column, falling in zip(visited["/tests/engines/TABLE.html"]["sorted"], (False, True)):
+        seconds = [int(text) for text in column if text]
+        assert seconds == sorted(seconds, reverse=falling) and seconds[0] != seconds[-1]
+        assert not any(column[len(seconds) :]), "empty cells are last"
 
 
 @needs_browser
