@@ -14,7 +14,7 @@ DEFAULTS = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "se
 class CorrectServer:
     """The behaviour of a server, in parts that a wrong server overrides."""
 
-    name, path = "toy", "/v1/completions"
+    name, paths = "toy", ("/v1/completions",)
     runs: dict = {}  # of all servers; repeated requests are not decoded again
 
     def __init__(self, model, tokenizer, method: str = "autoregressive", **options):
@@ -115,9 +115,9 @@ def handler(backend: CorrectServer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self):
             backend.keys.append(self.headers["Authorization"])
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path != backend.path:
+            if self.path not in backend.paths:
                 return self.send(404, {"error": {"message": "no such path"}})
-            status, found = backend.answer(DEFAULTS | request)
+            status, found = backend.answer(DEFAULTS | request | {"path": self.path})
             self.send(status, found)
 
         def send(self, status: int, found: dict | bytes | str | Iterator[bytes]):

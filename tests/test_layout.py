@@ -30,7 +30,7 @@ FLOORS = [  # a module imports from its own floor and from those before it
 LINES = {  # at most, of Python: 2 % more than on 2026-11-29; a change that needs more says why
     "": 1541,  # 55 for block verification and methods in a file of somebody's own
     "methods": 2246,  # 2141 before trees were drawn; 1717 before methods declared themselves
-    "checkpoints": 1664, "generate": 1241, "remote": 436, "training": 745,
+    "checkpoints": 1664, "generate": 1241, "remote": 440, "training": 745,
     "bench": 1134, "distill": 1604,
     "fast": 1514,  # 1127 before --bitwise
     "certify": 4930,  # 4840 before --bitwise; 4233 before requests were drawn

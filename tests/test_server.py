@@ -353,6 +353,32 @@ class IdsInLogprobs(CorrectServer):
         return found
 
 
+class LlamaCpp(IdsInLogprobs):
+    """Leave tokens out of the logprobs, as llama.cpp does with parts of characters, but not of the
+    answers of its own API."""
+
+    paths = CorrectServer.paths + ("/completion",)
+
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
+        if found.get("logprobs"):
+            content = found["logprobs"]["content"]
+            found["logprobs"]["content"] = [x for x in content if x["id"] % 3]
+        return found
+
+    def answer(self, request):
+        if request["path"] != "/completion":
+            return super().answer(request)
+        found = CorrectServer.choice(self, request, request["seed"])
+        reason = "eos" if found["finish_reason"] == "stop" else "limit"
+        return 200, {"content": found["text"], "tokens": found["token_ids"], "stop_type": reason}
+
+
+def test_all_token_ids_are_taken_from_llama_cpps_own_api():
+    verdicts = examine(byte_server(LlamaCpp), checks=("greedy",), requests=60)
+    assert "returns token ids" in verdicts[0].detail and not failures(verdicts), verdicts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("server_class, snippet, check, missing", [
     (TextOnly, "accepts text, returns text, encoded by our", "greedy", ["all"]),
@@ -568,7 +594,7 @@ class TwoModels(CorrectServer):
 
 
 class OtherPath(CorrectServer):
-    path = "/completion"
+    paths = ("/completion",)
 
 
 @pytest.mark.parametrize(
@@ -695,7 +721,7 @@ def odd_copies(value):
 
 def canned(models: object = MODELS, completion: object = COMPLETION, metrics: str = "") -> Server:
     """Return a server that always gives the answers in its attribute `canned`."""
-    canned = {"/v1/models": models, "/v1/completions": completion}
+    canned = {"/v1/models": models, "/v1/completions": completion, "/completion": completion}
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/metrics":

@@ -49,6 +49,8 @@ class RequestError(Exception):
         self.kind, self.busy = kind, busy
 
 
+PATH, LLAMACPP_PATH = "/v1/completions", "/completion"  # llama.cpp also has its own API
+LLAMACPP_NAMES = {"text": "content", "tokens": "tokens", "finish_reason": "stop_type"}
 TRANSIENT = "failed", "incomplete", "lost"  # another request may succeed
 FATAL = "lost", "unavailable"  # another request would fail as well
 
@@ -94,7 +96,7 @@ class Server:
         if key and remote and not encrypted:
             note(f"the key is sent to {self.url} unencrypted and can be read in transit; use https")
         self.accepts_ids = self.accepts_extra = self.returns_ids = True
-        self.needs_logprobs = False  # to return token ids
+        self.path, self.needs_logprobs = PATH, False  # to get token ids
         self.context = 2**31  # maximum number of tokens, if the server reports it
         self.retried: tuple[str, ...] = ("failed",)  # kinds of failures after which to repeat
         self.retry_seconds: tuple[float, ...] = (0.1,)  # waited before each repetition
@@ -136,7 +138,7 @@ class Server:
 
     def probe_format(self, prompt: list[int]) -> None:
         """Try a prompt of token ids, then text; with all extra fields, then with OpenAI's only. If
-        no ids are returned, try to get them with logprobs."""
+        no ids are returned, try llama.cpp's own API, then logprobs."""
         formats = [*product((True, False), (True, False) if self.tokenizer else (True,))]
         for self.accepts_extra, self.accepts_ids in formats:
             try:
@@ -145,11 +147,14 @@ class Server:
             except RequestError as error:
                 if error.kind in FATAL or (self.accepts_extra, self.accepts_ids) == formats[-1]:
                     raise
-        if not answer.has_ids:
-            self.returns_ids = False
+        if answer.has_ids:
+            return
+        # llama.cpp's logprobs leave out each token after which the text ends within a character
+        for self.path, self.needs_logprobs in ((LLAMACPP_PATH, False), (PATH, True)):
             with contextlib.suppress(RequestError):
-                self.returns_ids = self.ask(prompt, 2, logprobs=1).has_ids
-            self.needs_logprobs = self.returns_ids
+                if self.ask(prompt, 2).has_ids:
+                    return
+        self.returns_ids = self.needs_logprobs = False
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -163,7 +168,8 @@ class Server:
         if self.needs_logprobs:
             body["logprobs"] = 1
         parse = partial(self.parse_answer, length=length)
-        return self.request("POST", "/v1/completions", body | fields, parse)
+        path = PATH if "logprobs" in fields else self.path
+        return self.request("POST", path, body | fields, parse)
 
     def supports(self, sampling: Sampling) -> bool:
         """Return whether the server has fields for this sampling; OpenAI's API has no top_k."""
@@ -234,6 +240,8 @@ class Server:
         """Return the answer, of at most `length` tokens, in the text of a response."""
         completion = parse_json(response)
         choice = next(iter(at(completion, "choices", of=list)), None)
+        if isinstance(at(completion, "tokens"), list):  # llama.cpp's own format
+            choice = {name: completion.get(theirs) for name, theirs in LLAMACPP_NAMES.items()}
         if not isinstance(choice, dict):
             found = f"did not answer with a completion but {self.redact(response)[:60]!r}"
             broken = completion is None and (not response or response.lstrip().startswith("{"))
