@@ -1,53 +1,11 @@
 """llama-cpp-python 0.3.36's generate, as black boxes for the certifier."""
 
 import functools
-import json
-import os
-from pathlib import Path
 
-import gguf
 import llama_cpp
-import torch
 from end_tokens import end_tokens
+from gguf_file import TYPE, convert
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-from safetensors.torch import load_file
-
-PRECISION = os.environ.get("PRECISION", "float32")
-TYPE = gguf.GGMLQuantizationType[{"float32": "F32", "bfloat16": "BF16"}[PRECISION]]
-
-
-def convert(checkpoint: str) -> str:
-    """Write the checkpoint as a GGUF file without a vocabulary."""
-    config = json.loads(Path(checkpoint, "config.json").read_text())
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    writer = gguf.GGUFWriter(f"{checkpoint}/model.gguf", "llama")
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
-    for name, tensor in load_file(f"{checkpoint}/model.safetensors").items():
-        if "q_proj" in name or "k_proj" in name:  # here rotary pairs are adjacent
-            halves = tensor.view(-1, 2, config["head_dim"] // 2, tensor.shape[1])
-            tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        new = names.get_name(name, try_suffixes=(".weight",))
-        values = tensor.to(torch.float32).contiguous().numpy()
-        kind = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else TYPE  # as it requires
-        writer.add_tensor(new, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return f"{checkpoint}/model.gguf"
 
 
 @functools.cache

@@ -18,8 +18,10 @@ import httpx
 
 VLLM_COMMAND = (".engines/vllm/bin/python -m vllm.entrypoints.openai.api_server --model {model} "
                 "--port {port} --dtype {precision} --enforce-eager")  # fmt: skip
-LLAMACPP_COMMAND = (".engines/llamacpp/build/bin/llama-server -m {model} --port {port} --no-webui "
-                    "-c 8192")  # fmt: skip
+LLAMACPP = ".engines/llamacpp/build/bin/llama-server --no-webui"
+if not os.path.exists(".engines/llamacpp/installed"):
+    LLAMACPP = f"{sys.executable} {os.path.dirname(__file__)}/llamacpp_server.py"  # xllamacpp
+LLAMACPP_COMMAND = LLAMACPP + " -m {model} --port {port} -c 8192"
 K3 = {"num_speculative_tokens": 3}
 DRAFT_MODEL = {"method": "draft_model", "model": "{draft}", **K3}
 VLLM_MODES = {
@@ -29,16 +31,21 @@ VLLM_MODES = {
     "medusa": {**DRAFT_MODEL, "method": "medusa"}, "mtp": {**DRAFT_MODEL, "method": "mtp"},
     "eagle3": {**DRAFT_MODEL, "method": "eagle3"},
 }  # fmt: skip
+LLAMACPP_DRAFT = "-md {draft} -ctkd f32 -ctvd f32 --spec-type draft-simple"
 LLAMACPP_MODES = {
-    "plain": "", "draft": "-md {draft} --spec-type draft-simple",
+    "plain": "", "draft": LLAMACPP_DRAFT,
+    "draft-probabilistic": LLAMACPP_DRAFT + " --spec-draft-sampling probabilistic",
     "ngram": "--spec-type ngram-simple --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 4",
     "map": "--spec-type ngram-map-k --spec-ngram-map-k-size-n 2 --spec-ngram-map-k-size-m 4",
     "map4v": "--spec-type ngram-map-k4v --spec-ngram-map-k4v-size-n 2 "
              "--spec-ngram-map-k4v-size-m 4",
-    "mod": "--spec-type ngram-mod --spec-ngram-mod-n-match 2 --spec-ngram-mod-n-min 1",
+    "mod": "--spec-type ngram-mod --spec-ngram-mod-n-match 2 --spec-ngram-mod-n-min 1 "
+           "--spec-ngram-mod-n-max 4",
     "cache": "--spec-type ngram-cache",
+    "several": "--spec-type ngram-mod,ngram-cache --spec-ngram-mod-n-match 3 "
+               "--spec-ngram-mod-n-min 1 --spec-ngram-mod-n-max 4",
 }
-CERTIFY_FLAGS = {"vllm": "--max-model-len 512", "llamacpp": "-np 8 -fa off -ctk f32 -ctv f32"}
+CERTIFY_FLAGS = {"vllm": "--max-model-len 512", "llamacpp": "-np 8 -t 1 -fa off -ctk f32 -ctv f32"}
 
 
 @contextmanager
@@ -60,7 +67,9 @@ def serving(server: str, model: str, draft: str = "", port: int = 8123,
     values = {"{model}": model, "{draft}": draft, "{port}": str(port), "{precision}": precision}
     for name, value in values.items():
         command = [word.replace(name, value) for word in command]
-    process = subprocess.Popen(command + more.split(), stdout=subprocess.DEVNULL)
+    paths = os.pathsep.join([".engines/xllamacpp", os.environ.get("PYTHONPATH", "")])
+    environment = None if vllm else os.environ | {"PYTHONPATH": paths}
+    process = subprocess.Popen(command + more.split(), stdout=subprocess.DEVNULL, env=environment)
     try:
         while not responds(address):
             if process.poll() is not None:

@@ -20,7 +20,8 @@ def engine(**speculation):
             for old in loaded.values():  # later, it would destroy state that the new one uses
                 old.llm_engine.engine_core.shutdown()
             loaded.clear()
-            config = {name: str(value).format(folder) for name, value in speculation.items()}
+            config = {name: value.format(folder) if isinstance(value, str) else value
+                      for name, value in speculation.items()}  # fmt: skip
             loaded[folder] = LLM(
                 folder, skip_tokenizer_init=True, dtype=PRECISION, enforce_eager=True,
                 num_gpu_blocks_override=512,  # clearing all that it would take lasts a second

@@ -5,6 +5,14 @@ from vllm.utils import cpu_triton_utils
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm_engine import draft_greedy, draft_probabilistic, ngram  # noqa: F401
 from vllm_heads_engine import eagle3, medusa, mtp, suffix  # noqa: F401
+from vllm_modes_engine import (  # noqa: F401
+    draft_block,
+    draft_by_batch,
+    draft_other,
+    draft_parallel,
+    eagle3_unpadded,
+    own_class,
+)
 
 
 def expand(output, values, ends, replaced, replacement, MAX_NUM_TOKENS=None):

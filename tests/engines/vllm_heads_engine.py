@@ -16,23 +16,21 @@ from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import new_heads
 
 
-def with_heads(export, **speculation):
-    """Make a decoding function that exports heads to a new folder `heads` of the checkpoint and
-    starts the engine in a folder of links to the checkpoint, whose config announces an MTP head."""
+def in_folder(prepare, **speculation):
+    """Make a decoding function that starts the engine in a new folder: prepare(checkpoint, folder)
+    writes heads or a draft into it and returns changes of the target's config."""
     decode = engine(**speculation)
 
     def many(checkpoint: str, requests: list[dict]) -> list:
-        folder = Path(checkpoint, f"for-{export.__name__}")
+        folder = Path(checkpoint, f"for-{prepare.__name__}")
         if not folder.exists():
             folder.mkdir()
-            target, _ = load(Path(checkpoint), "float32", "cpu")
-            export(target, folder / "heads")
-            for file in Path(checkpoint).glob("*.*"):
-                os.symlink(file.resolve(), folder / file.name)
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").unlink()
-            config["num_nextn_predict_layers"] = 1
+            config = json.loads(Path(checkpoint, "config.json").read_text())
+            config |= prepare(checkpoint, folder)
             (folder / "config.json").write_text(json.dumps(config))
+            for file in Path(checkpoint).glob("*.*"):
+                if not (folder / file.name).exists():
+                    os.symlink(file.resolve(), folder / file.name)
         return decode.many(str(folder), requests)
 
     def function(checkpoint, prompt, **options):
@@ -40,6 +38,18 @@ def with_heads(export, **speculation):
 
     function.many = many
     return function
+
+
+def with_heads(export, **speculation):
+    """Make a decoding function that exports heads; the target's config announces an MTP head."""
+
+    def prepare(checkpoint: str, folder: Path) -> dict:
+        target, _ = load(Path(checkpoint), "float32", "cpu")
+        export(target, folder / "heads")
+        return {"num_nextn_predict_layers": 1}
+
+    prepare.__name__ = export.__name__
+    return in_folder(prepare, **speculation)
 
 
 def random_medusa(target, folder: Path) -> None:
@@ -60,5 +70,6 @@ def random_eagle3(target, folder: Path) -> None:
 
 medusa = with_heads(random_medusa, method="medusa", model="{}/heads", **K)
 mtp = with_heads(random_mtp, method="mtp", model="{}/heads", **K)
-eagle3 = with_heads(random_eagle3, method="eagle3", model="{}/heads", **K)
+EAGLE3 = {"method": "eagle3", "model": "{}/heads", **K}
+eagle3 = with_heads(random_eagle3, **EAGLE3)
 suffix = engine(method="suffix", **K)
