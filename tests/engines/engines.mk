@@ -24,6 +24,11 @@ NEW_VENV = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -q -c cons
 	$(NEW_VENV) litgpt==0.5.13
 	touch $@
 
+# llama.cpp's server, without AVX-512
+.engines/xllamacpp/installed:
+	$(PYTHON) -m pip install -q --no-deps --target .engines/xllamacpp xllamacpp==2026.10.11549
+	touch $@
+
 # compiles llama.cpp: half an hour
 .engines/llamacpp-python/installed:
 	$(NEW_VENV) llama-cpp-python==0.3.36

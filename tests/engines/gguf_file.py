@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gguf
 import torch
+from end_tokens import end_tokens
 from safetensors.torch import load_file
 
 PRECISION = os.environ.get("PRECISION", "float32")
@@ -22,7 +23,7 @@ def convert(checkpoint: str, file: str = "") -> str:
     file = file or f"{checkpoint}/model.gguf"
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     writer = gguf.GGUFWriter(file, "llama")
-    add_vocabulary(writer, Path(checkpoint, "tokenizer.json"), config)
+    add_vocabulary(writer, checkpoint)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -51,25 +52,28 @@ def convert(checkpoint: str, file: str = "") -> str:
     return file
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, path: Path, config: dict) -> None:
-    """Add a byte-level BPE vocabulary that splits digits, as in our bundled toy."""
+def add_vocabulary(writer: gguf.GGUFWriter, checkpoint: str) -> None:
+    """Add the tokens, of a byte-level BPE that splits digits or without merges, and the end tokens,
+    of which llama.cpp knows three kinds."""
+    path = Path(checkpoint, "tokenizer.json")
     if not path.exists():
         writer.add_tokenizer_model("no_vocab")
         return
     tokenizer = json.loads(path.read_text())
-    ids, special = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
-    ids |= {token["content"]: token["id"] for token in special}
-    control = {token["id"] for token in special}
+    ids, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    ids |= special
     tokens = sorted(ids, key=ids.get)
-    ends = config["eos_token_id"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_model("gpt2" if merges else "rwkv")  # the latter has no end by default
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if i in control else 1 for i in range(len(tokens))])
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(ends[0] if isinstance(ends, list) else ends)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    if merges:
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_add_bos_token(False)
+    kinds = writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id
+    for add, token in zip(kinds, end_tokens(checkpoint)):
+        add(token)
 
 
 if __name__ == "__main__":

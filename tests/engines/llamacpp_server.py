@@ -35,16 +35,22 @@ def value_of(text: str):
     return VALUES.get(text, int(text) if text.isdigit() else text)
 
 
-params = xllamacpp.CommonParams()
-params.ui, params.verbosity = False, 1
-for flag, text in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-    *path, name = setting_of(flag).split(".")
-    place = params
-    for part in path:
-        place = getattr(place, part)
-    if not hasattr(place, name):
-        sys.exit(f"{flag} is not known")
-    setattr(place, name, value_of(text))
-server = xllamacpp.Server(params)
-while True:
-    time.sleep(3600)
+def start(flags: list[str]) -> xllamacpp.Server:
+    """Start a server, which runs until it is deleted. Flags and their values alternate."""
+    params = xllamacpp.CommonParams()
+    params.ui, params.verbosity = False, 1
+    for flag, text in zip(flags[::2], flags[1::2], strict=True):
+        *path, name = setting_of(flag).split(".")
+        place = params
+        for part in path:
+            place = getattr(place, part)
+        if not hasattr(place, name):
+            raise ValueError(f"{flag} is not known")
+        setattr(place, name, value_of(text))
+    return xllamacpp.Server(params)
+
+
+if __name__ == "__main__":
+    server = start(sys.argv[1:])
+    while True:
+        time.sleep(3600)

@@ -1,4 +1,4 @@
-"""vLLM 0.32.0's methods with finding 1 of README.md mended."""
+"""vLLM 0.32.0's methods with findings 1 and 27 of README.md mended."""
 
 import torch
 from vllm.utils import cpu_triton_utils
@@ -11,6 +11,7 @@ from vllm_modes_engine import (  # noqa: F401
     draft_other,
     draft_parallel,
     eagle3_unpadded,
+    ngram_gpu,
     own_class,
 )
 
@@ -26,5 +27,10 @@ def top_k_only(logits, k, plain=topk_topp_sampler.apply_top_k_only):
     return plain(logits, k) if len(logits) else logits
 
 
+def zeros(*size, pin_memory=False, plain=torch.zeros, **options):
+    return plain(*size, **options)
+
+
+torch.zeros = zeros
 cpu_triton_utils._expand_kernel_impl = expand
 topk_topp_sampler.apply_top_k_only = top_k_only
