@@ -17,15 +17,16 @@ PRECISION = os.environ.get("PRECISION", "float32")
 TYPE = gguf.GGMLQuantizationType[{"float32": "F32", "bfloat16": "BF16"}[PRECISION]]
 
 
-def convert(checkpoint: str, file: str = "") -> str:
-    """Write the checkpoint, a Llama, as a GGUF file; without a tokenizer, it has no vocabulary."""
+def convert(checkpoint: str, file: str = "", room: int = 0) -> str:
+    """Write the checkpoint, a Llama, as a GGUF file; without a tokenizer, it has no vocabulary. Its
+    context is longer by `room`."""
     config = json.loads(Path(checkpoint, "config.json").read_text())
     file = file or f"{checkpoint}/model.gguf"
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     writer = gguf.GGUFWriter(file, "llama")
     add_vocabulary(writer, checkpoint)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(config["max_position_embeddings"] + room)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(layers)
     writer.add_feed_forward_length(config["intermediate_size"])

@@ -13,16 +13,17 @@ FLAGS = f"-c 4096 -np 8 -t 1 -fa off -ctk {CACHE} -ctv {CACHE}"
 SAMPLERS = {"samplers": ["temperature", "top_k", "top_p"], "min_p": 0.0, "repeat_penalty": 1.0}
 
 
-def engine(mode: str):
-    """Make a decoding function from a mode of serve.py."""
+def engine(mode: str, room: int = 8):
+    """Make a decoding function from a mode of serve.py. The engine's context is longer by `room`:
+    answers with drafts end before the end of the context (finding 28 of README.md)."""
     servers: dict = {}  # the last one, by checkpoint
 
     def load(checkpoint: str):
         if checkpoint not in servers:
             servers.clear()
-            model, draft = convert(checkpoint), ""
+            model, draft = convert(checkpoint, room=room), ""
             if os.path.exists(f"{checkpoint}/draft"):
-                draft = convert(f"{checkpoint}/draft")
+                draft = convert(f"{checkpoint}/draft", room=room)
             flags = f"{FLAGS} {LLAMACPP_MODES[mode]}".format(draft=draft).split()
             servers[checkpoint] = start(["-m", model, *flags])
         return servers[checkpoint]
@@ -52,9 +53,8 @@ def engine(mode: str):
     return function
 
 
-plain, ngram, draft, draft_probabilistic = map(
-    engine, ("plain", "ngram", "draft", "draft-probabilistic")
-)
+plain, draft, draft_probabilistic = map(engine, ("plain", "draft", "draft-probabilistic"))
 ngram_map, ngram_map4v, ngram_mod, ngram_cache, several = map(
     engine, ("map", "map4v", "mod", "cache", "several")
 )
+ngram, ngram_at_end = engine("ngram"), engine("ngram", room=0)

@@ -16,7 +16,8 @@ NAMES = {  # settings with other names than their flags
 }  # fmt: skip
 VALUES = {
     "off": xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-    "f32": xllamacpp.ggml_type.GGML_TYPE_F32, "probabilistic": True,
+    "f32": xllamacpp.ggml_type.GGML_TYPE_F32, "bf16": xllamacpp.ggml_type.GGML_TYPE_BF16,
+    "probabilistic": True,
 }  # fmt: skip
 
 
