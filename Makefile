@@ -13,8 +13,8 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 # the variable's value as one word of the shell, whatever characters it has
 quoted = '$(subst ','\'',$($1))'
 
-.PHONY: demo test test-all lessons lessons-refresh badges gallery site lint certify reference engine engines engines-stale \
-	smollm2 speed gpu gpu-heads grade gradescope score leaderboard golden clean
+.PHONY: demo test test-all lessons lessons-refresh badges gallery site lint certify reference engine engines \
+	engines-stale smollm2 speed gpu gpu-heads grade gradescope score leaderboard golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
 demo: .venv/installed

@@ -69,15 +69,17 @@ def local_sampler(model: Transformer, rows: int) -> Sample:
 
 def default_batch(args: argparse.Namespace, model: Transformer) -> int:
     """Without --batch: what an unfinished file was started with, or as many prompts as suit."""
-    recorded = read_generated(args.out)[0].get("options", {}) if args.out.exists() else {}
-    suits = MAX_REQUESTS if args.server is not None else rows_that_fit(model)
-    return recorded.get("batch", suits)
+    header = read_generated(args.out)[0] if args.out.exists() else {}
+    batch = header.get("options", {}).get("batch")
+    if isinstance(batch, int) and batch > 0:  # otherwise `resume` rejects the file
+        return batch
+    return rows_that_fit(model) if args.server is None else MAX_REQUESTS
 
 
 def rows_that_fit(model: Transformer) -> int:
     """The rows of a batch: a power of two, at most MAX_ROWS, whose cache takes at most half of the
     free memory. Few texts are longer than 1,024 tokens."""
-    row = model.new_cache(min(model.config.context, 1024)).kv.nbytes
+    row = model.new_cache(1).kv.nbytes * min(model.config.context, 1024)
     on_gpu = model.device.type == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
     return min(MAX_ROWS, 2 ** int(math.log2(max(free // (2 * row), 1))))
@@ -193,7 +195,7 @@ def append_documents(
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                     tokens += len(row["tokens"])
-                    seconds = bar.format_dict["elapsed"]
+                    seconds = max(bar.format_dict["elapsed"], 1e-9)  # a clock may be coarse
                     bar.set_postfix_str(f"{tokens / seconds:.0f} tokens/s", refresh=False)
                     bar.update()
                     kept += 1
