@@ -54,7 +54,7 @@ def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp
             verdict("sampled", "all", True, "", 0.0721), verdict("drafts", "both", True),
         ],
     }  # fmt: skip
-    first, second = run.FUNCTIONS[5], run.FUNCTIONS[2]
+    second, first = [function for function in run.FUNCTIONS if not function.drafts][:2]
     for function, seconds in (first, 1.0), (second, 2.0), (first, 181.6):
         line = {"function": function.label, "certifier": run.certifier()}
         run.write(line | run.summary(report | {"seconds": seconds}))
@@ -67,8 +67,32 @@ def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp
         "greedy": "yes", "sampled": "yes (TV 1e-07; 2 of 3)", "batches": "no", "end tokens": "stops"
     }  # fmt: skip
     assert {function for function, _ in run.stale()} == set(run.FUNCTIONS) - {first, second}
-    with pytest.raises(ValueError):
-        run.summary(report | {"finished": False})
+
+
+def test_bits_are_compared_with_the_engines_own_plain_decoding(engines):
+    run = engines.run
+    by_label = {function.label: function for function in run.FUNCTIONS}
+    own, other, fixed, lossy, none = (by_label[label] for label in (
+        "mini_infer speculative (.venv)", "transformers_kinds early_exit (.venv)",
+        "vllm_fixed ngram (vllm)", "transformers_heads gemma4 (.venv)",
+        "flashspec model (.venv)"))  # fmt: skip
+    assert own.plain == "tests/engines/mini_infer_engine.py:plain"
+    assert fixed.plain == "tests/engines/vllm_engine.py:plain"
+    assert lossy.plain == "tests/engines/transformers_heads_engine.py:gemma4_plain"
+    assert other.plain == none.plain == "tests/engines/transformers_engine.py:plain"
+    details = ["8 of 8 texts differ; the first, after", "equal texts: 8 prompts, 512 tokens, no"]
+    assert run.changed_texts(details) == "8 of 16"
+    assert run.changed_texts([*details, "raised TypeError: no"]) == "stops"
+    line = {"failed": ["greedy: batches", "sampled: all"]}
+    assert run.needs_bits(own, line)
+    assert not run.needs_bits(by_label["mini_infer plain (.venv)"], line)
+    assert not run.needs_bits(own, line | {"bits": {"float32": "8 of 16"}})
+    assert not run.needs_bits(own, line | {"failed": ["greedy: prompts"]})
+    bits = engines.table.bits
+    assert bits({"float32": "0 of 24", "bfloat16": "2 of 24"}) == (
+        "no (0 of 24 in float32; 2 of 24 in bfloat16)"
+    )
+    assert bits({"float32": "0 of 24"}) == "yes (0 of 24 in float32)" and bits({}) == ""
 
 
 def test_a_result_is_stale_if_the_code_that_judges_changes_not_its_docstrings(

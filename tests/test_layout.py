@@ -195,6 +195,6 @@ def test_the_engines_to_run_are_those_in_the_folder():
     paths = (ROOT / "tests" / "engines").glob("*_engine.py")
     files = {path.name.removesuffix("_engine.py") for path in paths}
     assert files == {name for name, *_ in module.ENGINES}
-    for name, *_, functions in module.ENGINES:
-        source = (ROOT / "tests" / "engines" / f"{name}_engine.py").read_text()
-        assert all(re.search(rf"\b{function}\b", source) for function in functions.split()), name
+    for function in module.FUNCTIONS:
+        source = (ROOT / "tests" / "engines" / f"{function.file}_engine.py").read_text()
+        assert re.search(rf"\b{function.name}\b", source), function.label

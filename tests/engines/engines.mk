@@ -10,8 +10,8 @@ engines: .venv/tested .engines/vllm/installed
 	$(BIN)/python tests/engines/table.py
 	-for s in vllm-plain vllm-ngram; do $(BIN)/python tests/engines/serve.py $$s weights/target; done
 
-engines-stale:
-	$(PYTHON) tests/engines/run.py --stale
+engines-stale: .venv/tested
+	$(BIN)/python tests/engines/run.py --stale
 
 # a virtual environment with minispec and these packages
 NEW_VENV = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -q -c constraints.txt torch -e .

@@ -28,16 +28,24 @@ def engine(checkpoint: str, prefixes: bool) -> InferenceEngine:
         *load(checkpoint), device=torch.device("cpu"), enable_prefix_caching=prefixes)  # fmt: skip
 
 
-def generate(prefixes, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-    if max_new_tokens == 0:  # it generates one token
-        return []
-    torch.manual_seed(seed)
+def many(prefixes, checkpoint, requests):
+    torch.manual_seed(requests[0]["seed"])
     runner, end = engine(checkpoint, prefixes), end_tokens(checkpoint)
-    sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k or -1, stop_token_ids=end)
-    request = runner.add_request(prompt, sampling)
+    valid = [r for r in requests if r["max_new_tokens"]]  # for 0, it generates one token
+    sequences = iter([runner.add_request(r["prompt"], SamplingParams(
+        r["max_new_tokens"], r["temperature"], r["top_p"], r["top_k"] or -1, stop_token_ids=end))
+        for r in valid])  # fmt: skip
     while runner.scheduler.has_unfinished_sequences():
         runner.step()
-    return request.output_token_ids
+    return [next(sequences).output_token_ids if r["max_new_tokens"] else [] for r in requests]
+
+
+def batching(prefixes):
+    def function(checkpoint, prompt, **options):
+        return function.many(checkpoint, [{"prompt": prompt, **options}])[0]
+
+    function.many = functools.partial(many, prefixes)
+    return function
 
 
 def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
@@ -56,4 +64,4 @@ def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p
     return until_end(checkpoint, tokens[:max_new_tokens]), drafted, accepted
 
 
-plain, prefix_cached = functools.partial(generate, False), functools.partial(generate, True)
+plain, prefix_cached = batching(False), batching(True)

@@ -4,7 +4,7 @@ import functools
 import os
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
@@ -19,15 +19,18 @@ def read(folder: str) -> tuple:
     return model, tokenizer
 
 
+def sampler(checkpoint, temperature, top_k, top_p):
+    whole = top_k >= read(checkpoint)[0].args.vocab_size  # it rejects a top-k of the vocabulary
+    return make_sampler(temperature, top_p, top_k=0 if whole else top_k)
+
+
 def generate(speculate, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
     if max_new_tokens == 0:
         return []
     mx.random.seed(seed)
     model, tokenizer = read(checkpoint)
-    if top_k >= model.args.vocab_size:  # it rejects a top-k of the whole vocabulary
-        top_k = 0
-    request = dict(max_tokens=max_new_tokens, sampler=make_sampler(temperature, top_p, top_k=top_k))
-    tokens = []
+    tokens, chosen = [], sampler(checkpoint, temperature, top_k, top_p)
+    request = dict(max_tokens=max_new_tokens, sampler=chosen)
     for token, *_ in speculate(checkpoint, mx.array(prompt), model, **request):
         tokens.append(int(token))
         if tokens[-1] in tokenizer.eos_token_ids:  # the package does this in stream_generate
@@ -43,4 +46,24 @@ def without(checkpoint, prompt, model, **request):
     return generate_step(prompt, model, **request)
 
 
+def many(checkpoint, requests):
+    """Generate without drafts: the batches cannot have them."""
+    mx.random.seed(requests[0]["seed"])
+    model, tokenizer = read(checkpoint)
+    valid = [r for r in requests if r["max_new_tokens"]]
+    batch = BatchGenerator(model, stop_tokens=[[token] for token in tokenizer.eos_token_ids])
+    numbers = batch.insert(
+        [r["prompt"] for r in valid], [r["max_new_tokens"] for r in valid],
+        samplers=[sampler(checkpoint, r["temperature"], r["top_k"], r["top_p"]) for r in valid],
+    )  # fmt: skip
+    tokens = {number: [] for number in numbers}
+    while responses := batch.next_generated():
+        for response in responses:
+            tokens[response.uid].append(response.token)
+    batch.close()
+    answers = iter(tokens.values())
+    return [next(answers) if r["max_new_tokens"] else [] for r in requests]
+
+
 plain, speculative = functools.partial(generate, without), functools.partial(generate, with_draft)
+plain.many = many

@@ -30,7 +30,7 @@ def engine(**speculation):
     """Make a decoding function; `speculation` is a set of GenerationConfig fields."""
 
     @functools.lru_cache(1)
-    def load(checkpoint: str) -> genai.LLMPipeline:
+    def load(checkpoint: str) -> genai.ContinuousBatchingPipeline:
         scheduler, more = genai.SchedulerConfig(), {}
         scheduler.cache_size = 1
         if "max_ngram_size" in speculation:
@@ -38,28 +38,38 @@ def engine(**speculation):
         elif speculation:
             draft = genai.draft_model(export(f"{checkpoint}/draft"), "CPU", **FLOAT32)
             more["draft_model"] = draft
-        return genai.LLMPipeline(
-            export(checkpoint), "CPU", scheduler_config=scheduler, **FLOAT32, **more)  # fmt: skip
+        folder = export(checkpoint)
+        return genai.ContinuousBatchingPipeline(
+            folder, genai.Tokenizer(folder), scheduler, "CPU", **FLOAT32, **more)  # fmt: skip
 
-    def function(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-        if max_new_tokens == 0:
-            return []  # it does not accept 0
-        pipeline = load(checkpoint)
+    def config_of(checkpoint: str, request: dict) -> genai.GenerationConfig:
         config = genai.GenerationConfig(f"{checkpoint}/openvino/generation_config.json")
         config.stop_token_ids = {token for token in config.stop_token_ids if token >= 0}
         if config.eos_token_id < 0:  # no end token
-            config.eos_token_id, config.ignore_eos = 0, True
-        config.max_new_tokens, config.rng_seed = max_new_tokens, seed
-        config.do_sample = temperature > 0
-        if temperature:
-            config.temperature, config.top_p = temperature, top_p
-            config.top_k = top_k or 2**31
+            config.set_eos_token_id(0)
+            config.ignore_eos = True
+        config.max_new_tokens, config.rng_seed = request["max_new_tokens"], request["seed"]
+        config.do_sample = request["temperature"] > 0
+        if config.do_sample:
+            config.temperature, config.top_p = request["temperature"], request["top_p"]
+            config.top_k = request["top_k"] or 2**31
         for name, value in speculation.items():
             setattr(config, name, value)
-        ids = ov.Tensor(np.array([prompt], dtype=np.int64))
-        mask = ov.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
-        return pipeline.generate(genai.TokenizedInputs(ids, mask), config).tokens[0]
+        return config
 
+    def many(checkpoint: str, requests: list[dict]) -> list[list[int]]:
+        pipeline = load(checkpoint)
+        valid = [r for r in requests if r["max_new_tokens"]]  # it does not accept 0
+        answers = iter(pipeline.generate(
+            [ov.Tensor(np.array([r["prompt"]], dtype=np.int64)) for r in valid],
+            [config_of(checkpoint, r) for r in valid]))  # fmt: skip
+        return [next(answers).m_generation_ids[0] if r["max_new_tokens"] else []
+                for r in requests]  # fmt: skip
+
+    def function(checkpoint, prompt, **options):
+        return many(checkpoint, [{"prompt": prompt, **options}])[0]
+
+    function.many = many
     return function
 
 

