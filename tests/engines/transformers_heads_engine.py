@@ -4,7 +4,9 @@ The drafts have random weights, which is enough to check losslessness. `gemma4` 
 too, so compare it with its own plain decoding: `--baseline FILE:gemma4_plain`."""
 
 import functools
+import inspect
 import json
+import textwrap
 from pathlib import Path
 
 import torch
@@ -18,13 +20,14 @@ from transformers import (
     MuseGlimmerAssistantConfig,
     MuseGlimmerAssistantModel,
 )
+from transformers.generation import candidate_generator
 from transformers.modeling_layers import MtpModel
-from transformers_engine import generate
+from transformers_engine import PRECISION, generate
 
 
 @functools.cache
 def read(checkpoint):
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=PRECISION)
     model.config.num_mtp_layers = 2
     return model
 
@@ -42,7 +45,7 @@ def dflash_draft(checkpoint):
         num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, block_size=4,
         mask_token_id=0, target_layer_ids=[0, 1], initializer_range=0.2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0})  # fmt: skip
-    return MuseGlimmerAssistantModel(config).eval()
+    return MuseGlimmerAssistantModel(config).to(PRECISION).eval()
 
 
 def with_mtp(checkpoint, sampled):
@@ -55,7 +58,26 @@ def with_mtp(checkpoint, sampled):
 @functools.cache
 def mtp_layers(checkpoint):
     torch.manual_seed(0)
-    return MtpModel(read(checkpoint), 2).eval()
+    return MtpModel(read(checkpoint), 2).to(PRECISION).eval()
+
+
+def with_mended_mtp(checkpoint, sampled):
+    mend()
+    return with_mtp(checkpoint, sampled)
+
+
+@functools.cache
+def mend():
+    """After rejected drafts, compute as many rows of the MTP layers again as there are."""
+    generator = candidate_generator.MTPCandidateGenerator
+    source = textwrap.dedent(inspect.getsource(generator.get_candidates))
+    past = "self.full_seq_last_hidden_states.shape[1] - num_last_main_model_tokens"
+    rows = f"min(self.num_mtp_layers, {past})"
+    source = source.replace("-self.num_mtp_layers", f"-{rows}")
+    source = source.replace("- self.num_mtp_layers :", f"- {rows} :")
+    names = {}
+    exec(source, vars(candidate_generator), names)
+    generator.get_candidates = names["get_candidates"]
 
 
 @functools.cache
@@ -70,17 +92,18 @@ def gemma4_models(checkpoint):
         initializer_range=0.1, tie_word_embeddings=False, hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=0, eos_token_id=None, bos_token_id=None,
         pad_token_id=0)  # fmt: skip
-    target = Gemma4ForCausalLM(Gemma4TextConfig(**shape)).eval()
+    target = Gemma4ForCausalLM(Gemma4TextConfig(**shape)).to(PRECISION).eval()
     target.generation_config.eos_token_id = end_tokens(checkpoint) or None
     config = Gemma4AssistantConfig(
         text_config=Gemma4TextConfig(**shape), backbone_hidden_size=64)  # fmt: skip
-    draft = Gemma4AssistantForCausalLM(config).eval()
+    draft = Gemma4AssistantForCausalLM(config).to(PRECISION).eval()
     draft.generation_config.num_assistant_tokens = 2
     return target, draft
 
 
 dflash = functools.partial(generate, read, with_dflash)
 mtp = functools.partial(generate, read, with_mtp)
+mtp_fixed = functools.partial(generate, read, with_mended_mtp)
 gemma4_plain = functools.partial(generate, lambda c: gemma4_models(c)[0], lambda c, _: {})
 gemma4 = functools.partial(
     generate, lambda c: gemma4_models(c)[0], lambda c, _: {"assistant_model": gemma4_models(c)[1]}
