@@ -27,11 +27,8 @@ and the largest total variation distance (TV) from plain decoding over the outco
 random draws; without a TV, or with "χ²", they could not be enumerated, and only samples were
 tested. *Not seen* is the bias at one token that the weakest of the rows with samples might have
 missed. *Batches* are several requests in a call, *end tokens* also the number of tokens; [*same
-bits*](README.md#same-bits) are asked for separately. Rows that today's certifier has not judged
-(`make engines-stale` lists them) may be summaries written by hand, before results were kept, from
-an earlier certifier with fewer rows or from only some rows, of which the weakest might have missed
-a TV of 0.43 (0.61 with a baseline); rows without a date have not been judged at all. All are in
-float32.
+bits*](README.md#same-bits) says how many greedy texts drafts change. All other columns are in
+float32. `make engines-stale` lists the rows that are from an earlier certifier.
 """
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
