@@ -5,9 +5,11 @@ import os
 
 import torch
 import transformers
+from mend import mend
 
 transformers.logging.set_verbosity_error()
 PRECISION = getattr(torch, os.environ.get("PRECISION", "float32"))
+DTYPE = "dtype" if transformers.__version__ >= "5" else "torch_dtype"
 read = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
@@ -33,11 +35,29 @@ def generate(
 
 
 def target(checkpoint):
-    return read(checkpoint, dtype=PRECISION)
+    return read(checkpoint, **{DTYPE: PRECISION})
 
 
 def with_draft(checkpoint, sampled):
     return {"assistant_model": target(f"{checkpoint}/draft")}
+
+
+@functools.cache
+def mend_once(owner, name, *changes):
+    from transformers.generation import candidate_generator  # 4.34 has none
+
+    kind = getattr(candidate_generator, owner)
+    setattr(kind, name, mend(getattr(kind, name), *changes))
+
+
+def fixed(function, *mending):
+    """Mend a method of a class that drafts before the function runs."""
+
+    def mended(*arguments, **options):
+        mend_once(*mending)
+        return function(*arguments, **options)
+
+    return mended
 
 
 plain = functools.partial(generate, target, lambda checkpoint, sampled: {})

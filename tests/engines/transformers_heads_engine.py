@@ -4,9 +4,7 @@ The drafts have random weights, which is enough to check losslessness. `gemma4` 
 too, so compare it with its own plain decoding: `--baseline FILE:gemma4_plain`."""
 
 import functools
-import inspect
 import json
-import textwrap
 from pathlib import Path
 
 import torch
@@ -20,9 +18,8 @@ from transformers import (
     MuseGlimmerAssistantConfig,
     MuseGlimmerAssistantModel,
 )
-from transformers.generation import candidate_generator
 from transformers.modeling_layers import MtpModel
-from transformers_engine import PRECISION, generate
+from transformers_engine import PRECISION, fixed, generate
 
 
 @functools.cache
@@ -61,25 +58,6 @@ def mtp_layers(checkpoint):
     return MtpModel(read(checkpoint), 2).to(PRECISION).eval()
 
 
-def with_mended_mtp(checkpoint, sampled):
-    mend()
-    return with_mtp(checkpoint, sampled)
-
-
-@functools.cache
-def mend():
-    """After rejected drafts, compute as many rows of the MTP layers again as there are."""
-    generator = candidate_generator.MTPCandidateGenerator
-    source = textwrap.dedent(inspect.getsource(generator.get_candidates))
-    past = "self.full_seq_last_hidden_states.shape[1] - num_last_main_model_tokens"
-    rows = f"min(self.num_mtp_layers, {past})"
-    source = source.replace("-self.num_mtp_layers", f"-{rows}")
-    source = source.replace("- self.num_mtp_layers :", f"- {rows} :")
-    names = {}
-    exec(source, vars(candidate_generator), names)
-    generator.get_candidates = names["get_candidates"]
-
-
 @functools.cache
 def gemma4_models(checkpoint):
     """A random Gemma 4 and its assistant, with the vocabulary of the checkpoint."""
@@ -103,8 +81,17 @@ def gemma4_models(checkpoint):
 
 dflash = functools.partial(generate, read, with_dflash)
 mtp = functools.partial(generate, read, with_mtp)
-mtp_fixed = functools.partial(generate, read, with_mended_mtp)
+LAYERS = "self.num_mtp_layers"
+ROWS = f"min({LAYERS}, self.full_seq_last_hidden_states.shape[1] - num_last_main_model_tokens)"
+mtp_fixed = fixed(  # it computes as many rows of the MTP layers again as there are
+    mtp, "MTPCandidateGenerator", "get_candidates",
+    (f"-{LAYERS}", f"-{ROWS}"), (f"- {LAYERS} :", f"- {ROWS} :"),
+)  # fmt: skip
 gemma4_plain = functools.partial(generate, lambda c: gemma4_models(c)[0], lambda c, _: {})
 gemma4 = functools.partial(
     generate, lambda c: gemma4_models(c)[0], lambda c, _: {"assistant_model": gemma4_models(c)[1]}
 )
+gemma4_fixed = fixed(  # its drafts are the best tokens, so they have no distribution
+    gemma4, "SinglePositionMultiTokenCandidateGenerator", "get_candidates",
+    ("return candidate_ids, candidate_logits", "return candidate_ids, None"),
+)  # fmt: skip

@@ -2,11 +2,8 @@
 
 import functools
 
-import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers_engine import PRECISION, generate
-
-DTYPE = "dtype" if transformers.__version__ >= "5" else "torch_dtype"
+from transformers_engine import DTYPE, PRECISION, fixed, generate
 
 
 @functools.cache
@@ -52,6 +49,17 @@ constant, heuristic, transient = (
 )
 confidence = drafting(**{SCHEDULE: "constant", CONFIDENCE: 0.4, "num_assistant_tokens": 4})
 universal = speculating(read_other)
+universal_fixed = fixed(  # the draft's logits have the order of its pruned head
+    universal, "AssistantToTargetTranslator", "get_target_logits",
+    ("[..., target_logits_supported_indices] = assistant_logits",
+     "[..., self._assistant_to_target_input_ids[self.assistant_overlap_token_ids]] "
+     "= assistant_logits"),
+)  # fmt: skip
+constant_fixed = fixed(  # 4.44's draft is sampled, too
+    constant, "AssistedCandidateGenerator", "__init__",
+    ("self.generation_config.do_sample = False", "pass"),
+    ("setattr(self.generation_config, attr, None)", "pass"),
+)  # fmt: skip
 
 
 def lookup_with_end(checkpoint, sampled):
