@@ -7,9 +7,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from eagle.model import cnets, utils, utils_c
+from eagle.model import cnets, ea_model, utils, utils_c
 from eagle.model.configs import EConfig
 from eagle.model.ea_model import EaModel
+from mend import mend
 
 
 def set_tree(branches: list[list[int]]) -> None:
@@ -54,5 +55,19 @@ def generate(branches, checkpoint, prompt, *, max_new_tokens, temperature, top_k
     return tokens[: min(stop, max_new_tokens)]
 
 
-chain = functools.partial(generate, [[0], [0, 0]])
-tree = functools.partial(generate, [[0], [1], [0, 0], [0, 1], [1, 0]])
+@functools.cache
+def mend_last():
+    """The token after accepted drafts needs the temperature, top-k and top-p, too."""
+    processed = "logits_processor(None, gt_logits[None])[0]"
+    drawn = tuple(f"sample_p = torch.softmax({x}, dim=0)" for x in ("gt_logits", processed))
+    ea_model.evaluate_posterior = mend(utils.evaluate_posterior, drawn)
+
+
+def generate_fixed(branches, checkpoint, prompt, **request):
+    mend_last()
+    return generate(branches, checkpoint, prompt, **request)
+
+
+CHAIN, TREE = [[0], [0, 0]], [[0], [1], [0, 0], [0, 1], [1, 0]]
+chain, chain_fixed = (functools.partial(f, CHAIN) for f in (generate, generate_fixed))
+tree, tree_fixed = (functools.partial(f, TREE) for f in (generate, generate_fixed))
