@@ -41,6 +41,18 @@ def verdict(check: str, case: str, passed: bool | None, detail: str = "", tv: fl
     return {"check": check, "case": case, "passed": passed, "detail": detail, "detectable_tv": tv}
 
 
+def test_a_mended_copy_differs_where_it_should_and_the_function_stays(monkeypatch):
+    monkeypatch.syspath_prepend(ENGINES)
+    from mend import mend
+
+    mended = mend(verdict, ('"detail": detail', '"detail": detail.upper()'))
+    arguments = "greedy", "all", True, "wrong"
+    assert mended(*arguments) == verdict(*arguments) | {"detail": "WRONG"}
+    assert verdict(*arguments)["detail"] == "wrong"
+    with pytest.raises(AssertionError, match="verdict does not contain: nothing"):
+        mend(verdict, ("nothing", ""))
+
+
 def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp_path):
     run = engines.run
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results.jsonl")
