@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 HF_TOKENIZER = PreTrainedTokenizerFast(tokenizer_file="weights/target/tokenizer.json")
 OV_TOKENIZERS = convert_tokenizer(HF_TOKENIZER, with_detokenizer=True)
-FLOAT32 = {"INFERENCE_PRECISION_HINT": ov.Type.f32}
+FLOAT32 = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "KV_CACHE_PRECISION": ov.Type.f32}
 
 
 def export(checkpoint: str) -> str:

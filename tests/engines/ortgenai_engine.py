@@ -33,7 +33,7 @@ def load(checkpoint: str, with_draft: bool) -> og.Model:
     config = json.loads(path.read_text())
     config["model"]["eos_token_id"] = end_tokens(checkpoint)
     # it ignores such tokens at the end of a prompt, as after the shorter prompts of a batch
-    config["model"]["pad_token_id"] = config["model"]["vocab_size"] - 1
+    config["model"]["pad_token_id"] = config["model"]["vocab_size"]
     if with_draft:
         draft = export(f"{checkpoint}/draft") / "genai_config.json"
         config["model"]["draft"] = json.loads(draft.read_text())["model"]["decoder"]
