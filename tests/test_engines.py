@@ -96,10 +96,11 @@ def test_bits_are_compared_with_the_engines_own_plain_decoding(engines):
     assert run.changed_texts(details) == "8 of 16"
     assert run.changed_texts([*details, "raised TypeError: no"]) == "stops"
     line = {"failed": ["greedy: batches", "sampled: all"]}
-    assert run.needs_bits(own, line)
-    assert not run.needs_bits(by_label["mini_infer plain (.venv)"], line)
-    assert not run.needs_bits(own, line | {"bits": {"float32": "8 of 16"}})
-    assert not run.needs_bits(own, line | {"failed": ["greedy: prompts"]})
+    assert run.bits_to_compare(own, line) == ["float32"]
+    assert run.bits_to_compare(fixed, line) == ["float32", "bfloat16"]
+    assert run.bits_to_compare(fixed, line | {"bits": {"float32": "8 of 16"}}) == ["bfloat16"]
+    assert not run.bits_to_compare(fixed, line | {"failed": ["greedy: prompts"]})
+    assert not run.bits_to_compare(by_label["mini_infer plain (.venv)"], line)
     bits = engines.table.bits
     assert bits({"float32": "0 of 24", "bfloat16": "2 of 24"}) == (
         "no (0 of 24 in float32; 2 of 24 in bfloat16)"

@@ -159,11 +159,13 @@ def write(line: dict) -> None:
         RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def needs_bits(function: Function, line: dict) -> bool:
-    """Whether the bits are to be compared: those of a function that drafts, unless its greedy texts
-    are wrong."""
-    wrong = map(column_of, line.get("failed", ()))
-    return function.drafts and "bits" not in line and "greedy" not in wrong
+def bits_to_compare(function: Function, line: dict) -> list[str]:
+    """Return the precisions in which the bits are still to be compared: those of a function that
+    drafts, unless its greedy texts are wrong."""
+    if not function.drafts or "greedy" in map(column_of, line.get("failed", ())):
+        return []
+    precisions = ["float32"] + ["bfloat16"] * (function.engine in BFLOAT16)
+    return [precision for precision in precisions if precision not in line.get("bits", {})]
 
 
 def stale() -> list[tuple[Function, str]]:
@@ -172,7 +174,7 @@ def stale() -> list[tuple[Function, str]]:
     today, known = certifier(), read()
     lines = [(function, known.get(function.label, {})) for function in FUNCTIONS]
     return [(function, line.get("date", "never")) for function, line in lines
-            if line.get("certifier") != today or needs_bits(function, line)]  # fmt: skip
+            if line.get("certifier") != today or bits_to_compare(function, line)]  # fmt: skip
 
 
 def build(function: Function) -> None:
@@ -222,13 +224,10 @@ def judge(function: Function) -> dict:
     return known | summary(certify(function, *("--baseline", function.plain) * lossy))
 
 
-def compare_bits(function: Function) -> dict[str, str]:
-    """Return how many greedy texts the drafts change, by the precision of the engine."""
-    found = {}
-    for precision in ("float32", "bfloat16")[: 1 + (function.engine in BFLOAT16)]:
-        report = certify(function, "--bitwise", "--baseline", function.plain, precision=precision)
-        found[precision] = changed_texts([v["detail"] for v in report["verdicts"]])
-    return found
+def compare_bits(function: Function, precision: str) -> str:
+    """Return how many greedy texts the drafts change."""
+    report = certify(function, "--bitwise", "--baseline", function.plain, precision=precision)
+    return changed_texts([v["detail"] for v in report["verdicts"]])
 
 
 def changed_texts(details: list[str]) -> str:
@@ -290,8 +289,9 @@ def main(argument: str = "") -> None:
         try:
             if line.get("certifier") != certifier():
                 write(line := judge(function))
-            if needs_bits(function, line):
-                write(line := line | {"bits": compare_bits(function)})
+            for precision in bits_to_compare(function, line):
+                bits = line.get("bits", {}) | {precision: compare_bits(function, precision)}
+                write(line := line | {"bits": bits})
         except (RuntimeError, subprocess.SubprocessError) as error:
             print(function.label, error, sep=": ", flush=True)
             continue
