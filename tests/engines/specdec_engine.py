@@ -6,6 +6,7 @@ import functools
 from types import SimpleNamespace
 
 import torch
+from end_tokens import until_end
 from specdec.decoder import SpecDecoder
 
 
@@ -32,6 +33,12 @@ def spec_gen(decoder, prompt, n, sampled):
     if not sampled:
         raise NotImplementedError("greedy")
     return decoder.spec_gen(prompt, n, num_sample_tok=2)
+
+
+def speculative_fixed(checkpoint, prompt, *, max_new_tokens, **options):
+    """Mended: without the tokens after the end or the limit."""
+    tokens = speculative(checkpoint, prompt, max_new_tokens=max_new_tokens, **options)
+    return until_end(checkpoint, tokens[:max_new_tokens])
 
 
 plain = functools.partial(generate, SpecDecoder.autoregressive_gen)
