@@ -84,12 +84,12 @@ def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp
 def test_bits_are_compared_with_the_engines_own_plain_decoding(engines):
     run = engines.run
     by_label = {function.label: function for function in run.FUNCTIONS}
-    own, other, fixed, lossy, none = (by_label[label] for label in (
+    own, other, heads, lossy, none = (by_label[label] for label in (
         "mini_infer speculative (.venv)", "transformers_kinds early_exit (.venv)",
-        "vllm_fixed ngram (vllm)", "transformers_heads gemma4 (.venv)",
+        "vllm_heads mtp (vllm)", "transformers_heads gemma4 (.venv)",
         "flashspec model (.venv)"))  # fmt: skip
     assert own.plain == "tests/engines/mini_infer_engine.py:plain"
-    assert fixed.plain == "tests/engines/vllm_engine.py:plain"
+    assert heads.plain == "tests/engines/vllm_engine.py:plain"
     assert lossy.plain == "tests/engines/transformers_heads_engine.py:gemma4_plain"
     assert other.plain == none.plain == "tests/engines/transformers_engine.py:plain"
     details = ["8 of 8 texts differ; the first, after", "equal texts: 8 prompts, 512 tokens, no"]
@@ -97,10 +97,11 @@ def test_bits_are_compared_with_the_engines_own_plain_decoding(engines):
     assert run.changed_texts([*details, "raised TypeError: no"]) == "stops"
     line = {"failed": ["greedy: batches", "sampled: all"]}
     assert run.bits_to_compare(own, line) == ["float32"]
-    assert run.bits_to_compare(fixed, line) == ["float32", "bfloat16"]
-    assert run.bits_to_compare(fixed, line | {"bits": {"float32": "8 of 16"}}) == ["bfloat16"]
-    assert not run.bits_to_compare(fixed, line | {"failed": ["greedy: prompts"]})
-    assert not run.bits_to_compare(by_label["mini_infer plain (.venv)"], line)
+    assert run.bits_to_compare(heads, line) == ["float32", "bfloat16"]
+    assert run.bits_to_compare(heads, line | {"bits": {"float32": "8 of 16"}}) == ["bfloat16"]
+    assert not run.bits_to_compare(heads, line | {"failed": ["greedy: prompts"]})
+    for label in "mini_infer plain (.venv)", "vllm_fixed mtp (vllm)":
+        assert not run.bits_to_compare(by_label[label], line)
     bits = engines.table.bits
     assert bits({"float32": "0 of 24", "bfloat16": "2 of 24"}) == (
         "no (0 of 24 in float32; 2 of 24 in bfloat16)"

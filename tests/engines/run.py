@@ -163,8 +163,9 @@ def write(line: dict) -> None:
 
 def bits_to_compare(function: Function, line: dict) -> list[str]:
     """Return the precisions in which the bits are still to be compared: those of a function that
-    drafts, unless its greedy texts are wrong."""
-    if not function.drafts or "greedy" in map(column_of, line.get("failed", ())):
+    drafts, unless its greedy texts are wrong or it is a mended copy of one."""
+    wrong = "greedy" in map(column_of, line.get("failed", ()))
+    if wrong or not function.drafts or "fixed" in function.label:
         return []
     precisions = ["float32"] + ["bfloat16"] * (function.engine in BFLOAT16)
     return [precision for precision in precisions if precision not in line.get("bits", {})]
