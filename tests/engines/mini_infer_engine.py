@@ -5,6 +5,7 @@ import functools
 
 import torch
 from end_tokens import end_tokens, until_end
+from mend import mend
 from mini_infer.engine import InferenceEngine
 from mini_infer.models.loader import load_model_from_safetensors
 from mini_infer.models.sampler import SamplingParams
@@ -22,15 +23,36 @@ def load(checkpoint: str):
     return model, config
 
 
+class MendedEngine(InferenceEngine):
+    """It reads cached prefixes, and evicts some before the blocks run out."""
+
+    run = mend(InferenceEngine.step, (
+        "past_key_values=seq.past_key_values", "past_key_values=self.past(seq, len(chunk_tokens))"
+    ))  # fmt: skip
+
+    def step(self):
+        pool = self.block_pool
+        self.prefix_cache.evict_lru(pool, pool.num_blocks // 2 - pool.num_free)
+        return self.run()
+
+    def past(self, seq, new):
+        """Return the keys and values before the new tokens."""
+        cached, blocks = seq.block_table.num_tokens - new, seq.block_table.physical_block_ids
+        if seq.past_key_values is not None or cached == 0:
+            return seq.past_key_values
+        layers = range(self.config.num_hidden_layers)
+        return [self.block_pool.read_sequence_kv(layer, blocks, cached) for layer in layers]
+
+
 @functools.cache
-def engine(checkpoint: str, prefixes: bool) -> InferenceEngine:
-    return InferenceEngine(
+def engine(checkpoint: str, prefixes: bool, kind: type) -> InferenceEngine:
+    return kind(
         *load(checkpoint), device=torch.device("cpu"), enable_prefix_caching=prefixes)  # fmt: skip
 
 
-def many(prefixes, checkpoint, requests):
+def many(prefixes, kind, checkpoint, requests):
     torch.manual_seed(requests[0]["seed"])
-    runner, end = engine(checkpoint, prefixes), end_tokens(checkpoint)
+    runner, end = engine(checkpoint, prefixes, kind), end_tokens(checkpoint)
     valid = [r for r in requests if r["max_new_tokens"]]  # for 0, it generates one token
     sequences = iter([runner.add_request(r["prompt"], SamplingParams(
         r["max_new_tokens"], r["temperature"], r["top_p"], r["top_k"] or -1, stop_token_ids=end))
@@ -40,11 +62,11 @@ def many(prefixes, checkpoint, requests):
     return [next(sequences).output_token_ids if r["max_new_tokens"] else [] for r in requests]
 
 
-def batching(prefixes):
+def batching(prefixes, kind=InferenceEngine):
     def function(checkpoint, prompt, **options):
         return function.many(checkpoint, [{"prompt": prompt, **options}])[0]
 
-    function.many = functools.partial(many, prefixes)
+    function.many = functools.partial(many, prefixes, kind)
     return function
 
 
@@ -65,3 +87,4 @@ def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p
 
 
 plain, prefix_cached = batching(False), batching(True)
+prefix_cached_fixed = batching(True, MendedEngine)
