@@ -1,11 +1,14 @@
 """economize's techniques, as black boxes for the certifier."""
 
-from functools import cache
+from functools import cache, partial
 
 import economize.techniques as t
 import torch
 from economize import DecodeConfig, JumpConfig, TopPSampler, apply
+from economize.integrations import generate as integration
+from mend import mend
 from transformers import AutoModelForCausalLM
+from transformers_engine import generate as transformers_generate
 
 JUMP, TREE = JumpConfig(1, 1), t.medusa.MedusaConfig(tree="small")
 CONFIGS = dict(
@@ -50,3 +53,20 @@ def engine(config):
 
 
 globals().update({name: engine(config) for name, config in CONFIGS.items()})
+
+
+def with_lookup(folder, sampled):
+    return {"decoding": DecodeConfig(3, verifier="rejection")}
+
+
+def with_mended_lookup(folder, sampled):
+    integration.check_model_kwargs = CHECK
+    return with_lookup(folder, sampled)
+
+
+# transformers' `generate`, with lookup
+CHECK = mend(integration.check_model_kwargs, ('"past_key_values"', '"cache"'))
+generate, generate_fixed = (
+    partial(transformers_generate, partial(read, config=CONFIGS["lookup"]), options)
+    for options in (with_lookup, with_mended_lookup)
+)
