@@ -31,7 +31,7 @@ def export(checkpoint: str) -> Path:
 def load(checkpoint: str, with_draft: bool) -> og.Model:
     path = export(checkpoint) / "genai_config.json"
     config = json.loads(path.read_text())
-    config["model"]["eos_token_id"] = end_tokens(checkpoint)
+    config["model"]["eos_token_id"] = end_tokens(checkpoint) or 0  # if there is none, the padding
     # it ignores such tokens at the end of a prompt, as after the shorter prompts of a batch
     config["model"]["pad_token_id"] = config["model"]["vocab_size"]
     if with_draft:
@@ -57,7 +57,7 @@ def generate(
     generator.append_tokens(np.array([prompt], dtype=np.int32))
     tokens, end = [], end_tokens(checkpoint)
     while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in end):
-        if generator.is_done():  # it takes token 0 as an end token if there is none
+        if generator.is_done():  # at token 0, if there is no end token
             generator.append_tokens(np.array([tokens[-1:]], dtype=np.int32))
         generator.generate_next_token()
         tokens.append(int(generator.get_next_tokens()[0]))
