@@ -52,6 +52,11 @@ def test_a_mended_copy_differs_where_it_should_and_the_function_stays(monkeypatc
     with pytest.raises(AssertionError, match="verdict does not contain: nothing"):
         mend(verdict, ("nothing", ""))
 
+    def text(value):
+        return json.dumps(value)
+
+    assert text("a") == '"a"' and mend(text, json=SimpleNamespace(dumps=repr))("a") == "'a'"
+
 
 def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp_path):
     run = engines.run
