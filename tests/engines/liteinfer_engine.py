@@ -16,7 +16,8 @@ loop = asyncio.new_event_loop()
 @functools.cache
 def load(checkpoint: str) -> AsyncLLM:
     """Start an engine whose text consists of the ids."""
-    llm = AsyncLLM(checkpoint, dtype=torch.float32, device="cpu", max_num_seqs=8)
+    limits = dict(max_num_seqs=8, max_waiting_seqs=2**20)
+    llm = AsyncLLM(checkpoint, dtype=torch.float32, device="cpu", **limits)
     loop.run_until_complete(llm.start())
     atexit.register(lambda: loop.run_until_complete(llm.stop()))
     llm.engine.tokenizer.encode = list

@@ -69,7 +69,7 @@ def gemma4_models(checkpoint):
         sliding_window=64, layer_types=["sliding_attention", "full_attention"],
         initializer_range=0.1, tie_word_embeddings=False, hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=0, eos_token_id=None, bos_token_id=None,
-        pad_token_id=0)  # fmt: skip
+        pad_token_id=None)  # fmt: skip
     target = Gemma4ForCausalLM(Gemma4TextConfig(**shape)).to(PRECISION).eval()
     target.generation_config.eos_token_id = end_tokens(checkpoint) or None
     config = Gemma4AssistantConfig(

@@ -55,7 +55,7 @@ universal_fixed = fixed(  # the draft's logits have the order of its pruned head
      "[..., self._assistant_to_target_input_ids[self.assistant_overlap_token_ids]] "
      "= assistant_logits"),
 )  # fmt: skip
-constant_fixed = fixed(  # 4.44's draft is sampled, too
+sampling = fixed(  # 4.44's draft is sampled, too
     constant, "AssistedCandidateGenerator", "__init__",
     ("self.generation_config.do_sample = False", "pass"),
     ("setattr(self.generation_config, attr, None)", "pass"),
@@ -74,7 +74,8 @@ shorter = fixed(  # no more drafts than tokens that are left
     ("input_length, self.max_length)",
      "input_length, start_idx + self.max_length - input_length - 1)"),
 )  # fmt: skip
-prompt_lookup_with_end_fixed = fixed(  # a prompt may end with an end token
-    shorter, "GenerationMixin", "_assisted_decoding",
-    ("if is_done_candidate and", "if candidate_length and is_done_candidate and"),
+prompt_lookup_with_end_fixed, constant_fixed = (  # a prompt may end with an end token
+    fixed(function, "GenerationMixin", "_assisted_decoding",
+          ("if is_done_candidate and", "if candidate_length and is_done_candidate and"))
+    for function in (shorter, sampling)
 )  # fmt: skip
