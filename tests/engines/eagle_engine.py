@@ -21,8 +21,9 @@ def set_tree(branches: list[list[int]]) -> None:
 
 
 @functools.cache
-def load(checkpoint: str, branches: str) -> EaModel:
-    """Load a target with a random draft layer, which shares the target's embedding."""
+def load(checkpoint: str, branches: str, room: int) -> EaModel:
+    """Load a target with a random draft layer, which shares the target's embedding. The cache has
+    `room` for more tokens than the context."""
     values = json.loads(Path(checkpoint, "config.json").read_text())
     values |= {"num_hidden_layers": 1, "pad_token_id": 0}
     torch.manual_seed(0)
@@ -34,16 +35,19 @@ def load(checkpoint: str, branches: str) -> EaModel:
             base_model_path=checkpoint, ea_model_path=folder, torch_dtype=torch.float32
         )
     model.ea_layer.embed_tokens.weight.data = model.base_model.model.embed_tokens.weight.data
+    model.base_model.config.max_position_embeddings += room
     return model.eval()
 
 
-def generate(branches, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+def generate(
+    branches, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed, room=0
+):  # fmt: skip
     """It checks the length and the tokenizer's end token after each round, so that more tokens are
     returned. They are cut off here."""
     if max_new_tokens == 0:
         return []
     set_tree(branches)
-    model = load(checkpoint, str(branches))
+    model = load(checkpoint, str(branches), room)
     torch.manual_seed(seed)
     random.seed(seed)
     tokens = model.eagenerate(
@@ -65,7 +69,7 @@ def mend_last():
 
 def generate_fixed(branches, checkpoint, prompt, **request):
     mend_last()
-    return generate(branches, checkpoint, prompt, **request)
+    return generate(branches, checkpoint, prompt, room=8, **request)
 
 
 CHAIN, TREE = [[0], [0, 0]], [[0], [1], [0, 0], [0, 1], [1, 0]]

@@ -13,8 +13,9 @@ from transformers import LlamaConfig
 
 
 @functools.cache
-def load(checkpoint: str) -> MedusaModel:
-    """Load a model, with keys and values for every head: it does not share them."""
+def load(checkpoint: str, room: int) -> MedusaModel:
+    """Load a model, with keys and values for every head: it does not share them. The cache has
+    `room` for more tokens than the context."""
     config = LlamaConfig.from_pretrained(checkpoint)
     weights = load_file(f"{checkpoint}/model.safetensors")
     groups = config.num_attention_heads // config.num_key_value_heads
@@ -23,6 +24,7 @@ def load(checkpoint: str) -> MedusaModel:
             heads = weight.unflatten(0, (config.num_key_value_heads, -1))
             weights[name] = heads.repeat_interleave(groups, 0).flatten(0, 1)
     config.num_key_value_heads = config.num_attention_heads
+    config.max_position_embeddings += room
     base = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights)
     model = MedusaModel(base, medusa_num_heads=2, base_model_name_or_path=checkpoint).eval()
     model.tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda ids, **_: ids.tolist())
@@ -30,11 +32,11 @@ def load(checkpoint: str) -> MedusaModel:
 
 
 @torch.inference_mode()
-def medusa(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+def generate(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed, room):
     if top_p < 1 or top_k > 1:
         raise NotImplementedError("top-k, top-p")
     torch.manual_seed(seed)
-    model, tokens, end = load(checkpoint), [], end_tokens(checkpoint)
+    model, tokens, end = load(checkpoint, room), [], end_tokens(checkpoint)
     rounds = model.medusa_generate(
         torch.tensor([prompt]), temperature=0.0 if top_k else temperature, max_steps=max_new_tokens,
         medusa_choices=[1, 2, 2])  # fmt: skip
@@ -44,3 +46,6 @@ def medusa(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, see
         if len(tokens) >= stop:  # it counts rounds, not tokens
             return tokens[:stop]
     return tokens
+
+
+medusa, medusa_fixed = (functools.partial(generate, room=n) for n in (0, 8))
