@@ -4,7 +4,6 @@ so this is plain decoding. Prompts and results are texts of one letter per token
 import functools
 import json
 import os
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 os.environ["MISTRALRS_CPU_KV_F32"] = "1"
@@ -33,12 +32,3 @@ def plain(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed
         temperature=temperature, top_k=top_k or len(vocab), top_p=top_p)  # fmt: skip
     text = runner.send_completion_request(request).choices[0].text
     return [vocab[letter] for letter in text]
-
-
-def many(checkpoint, requests):
-    load(checkpoint)
-    with ThreadPool(len(requests)) as pool:
-        return pool.map(lambda request: plain(checkpoint, **request), requests)
-
-
-plain.many = many
