@@ -58,6 +58,19 @@ def test_a_mended_copy_differs_where_it_should_and_the_function_stays(monkeypatc
     assert text("a") == '"a"' and mend(text, json=SimpleNamespace(dumps=repr))("a") == "'a'"
 
 
+def test_a_fixed_function_mends_others_in_place_when_it_is_first_called(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ENGINES)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "wrong.py").write_text("class Counter:\n    def next(self, n): return n + 2\n")
+    import wrong
+    from mend import fixed
+
+    count = wrong.Counter().next
+    right = fixed(lambda n: wrong.Counter().next(n), ("wrong.Counter.next", ("+ 2", "+ 1")))
+    assert wrong.Counter().next(1) == 3
+    assert [right(1), right(2)] == [2, 3] and count(1) == 3
+
+
 def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp_path):
     run = engines.run
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results.jsonl")

@@ -1,6 +1,8 @@
-"""Mend a function of somebody else's package."""
+"""Fix functions of somebody else's package."""
 
+import functools
 import inspect
+import pkgutil
 import textwrap
 
 
@@ -15,3 +17,22 @@ def mend(function, *changes: tuple[str, str], **names):
     found = {}
     exec(source, function.__globals__ | names if names else function.__globals__, found)
     return found[function.__name__]
+
+
+def fixed(function, *places):
+    """Return the function, but its first call mends others in place. Each of `places` is a dotted
+    name, such as "package.module.Class.method", followed by its changes."""
+
+    def mended(*arguments, **options):
+        for place in places:
+            mend_once(*place)
+        return function(*arguments, **options)
+
+    return mended
+
+
+@functools.cache
+def mend_once(place, *changes):
+    owner, _, name = place.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    setattr(owner, name, mend(getattr(owner, name), *changes))
