@@ -7,10 +7,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from eagle.model import cnets, ea_model, utils, utils_c
+from eagle.model import cnets, utils, utils_c
 from eagle.model.configs import EConfig
 from eagle.model.ea_model import EaModel
-from mend import mend
+from end_tokens import until_end
+from mend import fixed
 
 
 def set_tree(branches: list[list[int]]) -> None:
@@ -53,25 +54,14 @@ def generate(
     tokens = model.eagenerate(
         torch.tensor([prompt]), temperature, top_p, top_k, max_new_tokens, tree_choices=branches
     )[0, len(prompt) :].tolist()
-    end = model.base_model.generation_config.eos_token_id
-    end = end if isinstance(end, list) else [end]
-    stop = next((i + 1 for i, token in enumerate(tokens) if token in end), len(tokens))
-    return tokens[: min(stop, max_new_tokens)]
-
-
-@functools.cache
-def mend_last():
-    """The token after accepted drafts needs the temperature, top-k and top-p, too."""
-    processed = "logits_processor(None, gt_logits[None])[0]"
-    drawn = tuple(f"sample_p = torch.softmax({x}, dim=0)" for x in ("gt_logits", processed))
-    ea_model.evaluate_posterior = mend(utils.evaluate_posterior, drawn)
-
-
-def generate_fixed(branches, checkpoint, prompt, **request):
-    mend_last()
-    return generate(branches, checkpoint, prompt, room=8, **request)
+    return until_end(checkpoint, tokens[:max_new_tokens])
 
 
 CHAIN, TREE = [[0], [0, 0]], [[0], [1], [0, 0], [0, 1], [1, 0]]
-chain, chain_fixed = (functools.partial(f, CHAIN) for f in (generate, generate_fixed))
-tree, tree_fixed = (functools.partial(f, TREE) for f in (generate, generate_fixed))
+chain, tree = (functools.partial(generate, branches) for branches in (CHAIN, TREE))
+LAST = (  # the token after accepted drafts needs the temperature, top-k and top-p, too
+    "eagle.model.ea_model.evaluate_posterior",
+    ("sample_p = torch.softmax(gt_logits, dim=0)",
+     "sample_p = torch.softmax(logits_processor(None, gt_logits[None])[0], dim=0)"),
+)  # fmt: skip
+chain_fixed, tree_fixed = (fixed(functools.partial(f, room=8), LAST) for f in (chain, tree))

@@ -5,8 +5,7 @@ from functools import cache, partial
 import economize.techniques as t
 import torch
 from economize import DecodeConfig, JumpConfig, TopPSampler, apply
-from economize.integrations import generate as integration
-from mend import mend
+from mend import fixed
 from transformers import AutoModelForCausalLM
 from transformers_engine import generate as transformers_generate
 
@@ -59,14 +58,9 @@ def with_lookup(folder, sampled):
     return {"decoding": DecodeConfig(3, verifier="rejection")}
 
 
-def with_mended_lookup(folder, sampled):
-    integration.check_model_kwargs = CHECK
-    return with_lookup(folder, sampled)
-
-
 # transformers' `generate`, with lookup
-CHECK = mend(integration.check_model_kwargs, ('"past_key_values"', '"cache"'))
-generate, generate_fixed = (
-    partial(transformers_generate, partial(read, config=CONFIGS["lookup"]), options)
-    for options in (with_lookup, with_mended_lookup)
+generate = partial(transformers_generate, partial(read, config=CONFIGS["lookup"]), with_lookup)
+generate_fixed = fixed(
+    generate,
+    ("economize.integrations.generate.check_model_kwargs", ('"past_key_values"', '"cache"')),
 )

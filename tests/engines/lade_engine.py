@@ -6,8 +6,7 @@ import os
 
 import lade
 import torch
-from lade import decoding
-from mend import mend
+from mend import fixed
 from transformers import AutoModelForCausalLM
 
 os.environ["USE_LADE"] = "1"
@@ -35,16 +34,9 @@ def lookahead(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, 
     return output[0, len(prompt) :].tolist()
 
 
-def lookahead_fixed(checkpoint, prompt, **options):
-    mend_once()
-    return lookahead(checkpoint, prompt, **options)
-
-
-@functools.cache
-def mend_once():
-    """Accepted tokens end with any end token, not just with the first of several."""
-    decoding.jacobi_greedy_search_multilevel = mend(
-        decoding.jacobi_greedy_search_multilevel,
-        ("hits[hh] == eos_token_id[0]", "hits[hh] in eos_token_id"),
-        ("next_tokens = eos_token_id_tensor", "next_tokens = torch.tensor([hits[hh]])"),
-    )
+lookahead_fixed = fixed(  # accepted tokens end with any end token, not just the first of several
+    lookahead,
+    ("lade.decoding.jacobi_greedy_search_multilevel",
+     ("hits[hh] == eos_token_id[0]", "hits[hh] in eos_token_id"),
+     ("next_tokens = eos_token_id_tensor", "next_tokens = torch.tensor([hits[hh]])")),
+)  # fmt: skip

@@ -10,7 +10,7 @@ from litgpt.config import Config
 from litgpt.generate import base, speculative_decoding
 from litgpt.model import GPT
 from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
-from mend import mend
+from mend import fixed
 from safetensors.torch import load_file
 
 
@@ -57,34 +57,20 @@ def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p
     return tokens.tolist()
 
 
-CHANGES = {  # what is wrong, and what is right
-    "sample": [  # greedy: a one-hot distribution
-        (" F.softmax(logits, dim=-1)\n", " F.one_hot(logits.argmax(), len(logits)).float()\n"),
-    ],
-    "speculative_decoding": [  # the residual is a distribution already
-        ("new_token, _ = sample(adjusted_distribution[None, None, ...], apply_softmax=False, "
-         "**sample_kwargs)", "new_token = multinomial_num_samples_1(adjusted_distribution)"),
-    ],
-    "generate": [  # the first token, the end token, the number of tokens
-        ("tokens = []", "tokens = [token[0]]"),
-        ("max_returned_tokens - 1:", "max_returned_tokens - 1 and token not in stop_tokens:"),
-        ("if new_token in", "tokens.append(new_token)\n            if new_token in"),
-        ("break\n            tokens.append(new_token)", "break"),
-        ("stack(tokens)", "stack(tokens[: max_returned_tokens - prompt_size])"),
-    ],
-}  # fmt: skip
-
-
-@functools.cache
-def mend_all():
-    for name, changes in CHANGES.items():
-        mended = mend(getattr(speculative_decoding, name), *changes)
-        setattr(speculative_decoding, name, mended)
-
-
-def speculative_fixed(checkpoint, prompt, **request):
-    mend_all()
-    return speculative(checkpoint, prompt, **request)
+speculative_fixed = fixed(
+    speculative,
+    ("litgpt.generate.speculative_decoding.sample",  # greedy: a one-hot distribution
+     (" F.softmax(logits, dim=-1)\n", " F.one_hot(logits.argmax(), len(logits)).float()\n")),
+    ("litgpt.generate.speculative_decoding.speculative_decoding",  # the residual is normalised
+     ("new_token, _ = sample(adjusted_distribution[None, None, ...], apply_softmax=False, "
+      "**sample_kwargs)", "new_token = multinomial_num_samples_1(adjusted_distribution)")),
+    ("litgpt.generate.speculative_decoding.generate",  # first token, end token, number of tokens
+     ("tokens = []", "tokens = [token[0]]"),
+     ("max_returned_tokens - 1:", "max_returned_tokens - 1 and token not in stop_tokens:"),
+     ("if new_token in", "tokens.append(new_token)\n            if new_token in"),
+     ("break\n            tokens.append(new_token)", "break"),
+     ("stack(tokens)", "stack(tokens[: max_returned_tokens - prompt_size])")),
+)  # fmt: skip
 
 
 @torch.inference_mode()

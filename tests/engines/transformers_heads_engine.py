@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from end_tokens import end_tokens
+from mend import fixed
 from transformers import (
     AutoModelForCausalLM,
     Gemma4AssistantConfig,
@@ -19,7 +20,7 @@ from transformers import (
     MuseGlimmerAssistantModel,
 )
 from transformers.modeling_layers import MtpModel
-from transformers_engine import PRECISION, fixed, generate
+from transformers_engine import PRECISION, generate
 
 
 @functools.cache
@@ -81,17 +82,17 @@ def gemma4_models(checkpoint):
 
 dflash = functools.partial(generate, read, with_dflash)
 mtp = functools.partial(generate, read, with_mtp)
-LAYERS = "self.num_mtp_layers"
+CANDIDATES, LAYERS = "transformers.generation.candidate_generator", "self.num_mtp_layers"
 ROWS = f"min({LAYERS}, self.full_seq_last_hidden_states.shape[1] - num_last_main_model_tokens)"
 mtp_fixed = fixed(  # it computes as many rows of the MTP layers again as there are
-    mtp, "MTPCandidateGenerator", "get_candidates",
-    (f"-{LAYERS}", f"-{ROWS}"), (f"- {LAYERS} :", f"- {ROWS} :"),
+    mtp, (f"{CANDIDATES}.MTPCandidateGenerator.get_candidates",
+          (f"-{LAYERS}", f"-{ROWS}"), (f"- {LAYERS} :", f"- {ROWS} :")),
 )  # fmt: skip
 gemma4_plain = functools.partial(generate, lambda c: gemma4_models(c)[0], lambda c, _: {})
 gemma4 = functools.partial(
     generate, lambda c: gemma4_models(c)[0], lambda c, _: {"assistant_model": gemma4_models(c)[1]}
 )
 gemma4_fixed = fixed(  # its drafts are the best tokens, so they have no distribution
-    gemma4, "SinglePositionMultiTokenCandidateGenerator", "get_candidates",
-    ("return candidate_ids, candidate_logits", "return candidate_ids, None"),
+    gemma4, (f"{CANDIDATES}.SinglePositionMultiTokenCandidateGenerator.get_candidates",
+             ("return candidate_ids, candidate_logits", "return candidate_ids, None")),
 )  # fmt: skip

@@ -2,8 +2,9 @@
 
 import functools
 
+from mend import fixed
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers_engine import DTYPE, PRECISION, fixed, generate
+from transformers_engine import DTYPE, PRECISION, generate
 
 
 @functools.cache
@@ -49,16 +50,24 @@ constant, heuristic, transient = (
 )
 confidence = drafting(**{SCHEDULE: "constant", CONFIDENCE: 0.4, "num_assistant_tokens": 4})
 universal = speculating(read_other)
+CANDIDATES = "transformers.generation.candidate_generator"
 universal_fixed = fixed(  # the draft's logits have the order of its pruned head
-    universal, "AssistantToTargetTranslator", "get_target_logits",
-    ("[..., target_logits_supported_indices] = assistant_logits",
-     "[..., self._assistant_to_target_input_ids[self.assistant_overlap_token_ids]] "
-     "= assistant_logits"),
+    universal,
+    (f"{CANDIDATES}.AssistantToTargetTranslator.get_target_logits",
+     ("[..., target_logits_supported_indices] = assistant_logits",
+      "[..., self._assistant_to_target_input_ids[self.assistant_overlap_token_ids]] "
+      "= assistant_logits")),
 )  # fmt: skip
-sampling = fixed(  # 4.44's draft is sampled, too
-    constant, "AssistedCandidateGenerator", "__init__",
-    ("self.generation_config.do_sample = False", "pass"),
-    ("setattr(self.generation_config, attr, None)", "pass"),
+FULL_CANDIDATE = (  # 4.44: a prompt may end with an end token
+    "transformers.generation.utils.GenerationMixin._assisted_decoding",
+    ("if is_done_candidate and", "if candidate_length and is_done_candidate and"),
+)
+constant_fixed = fixed(  # 4.44's draft is sampled, too
+    constant,
+    (f"{CANDIDATES}.AssistedCandidateGenerator.__init__",
+     ("self.generation_config.do_sample = False", "pass"),
+     ("setattr(self.generation_config, attr, None)", "pass")),
+    FULL_CANDIDATE,
 )  # fmt: skip
 
 
@@ -69,13 +78,10 @@ def lookup_with_end(checkpoint, sampled):
 
 
 prompt_lookup_with_end = speculating(lookup_with_end)
-shorter = fixed(  # no more drafts than tokens that are left
-    prompt_lookup_with_end, "PromptLookupCandidateGenerator", "get_candidates",
-    ("input_length, self.max_length)",
-     "input_length, start_idx + self.max_length - input_length - 1)"),
-)  # fmt: skip
-prompt_lookup_with_end_fixed, constant_fixed = (  # a prompt may end with an end token
-    fixed(function, "GenerationMixin", "_assisted_decoding",
-          ("if is_done_candidate and", "if candidate_length and is_done_candidate and"))
-    for function in (shorter, sampling)
+prompt_lookup_with_end_fixed = fixed(  # no more drafts than tokens that are left
+    prompt_lookup_with_end,
+    (f"{CANDIDATES}.PromptLookupCandidateGenerator.get_candidates",
+     ("input_length, self.max_length)",
+      "input_length, start_idx + self.max_length - input_length - 1)")),
+    FULL_CANDIDATE,
 )  # fmt: skip
