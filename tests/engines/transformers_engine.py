@@ -5,7 +5,6 @@ import os
 
 import torch
 import transformers
-from mend import mend
 
 transformers.logging.set_verbosity_error()
 PRECISION = getattr(torch, os.environ.get("PRECISION", "float32"))
@@ -40,24 +39,6 @@ def target(checkpoint):
 
 def with_draft(checkpoint, sampled):
     return {"assistant_model": target(f"{checkpoint}/draft")}
-
-
-@functools.cache
-def mend_once(owner, name, *changes):
-    from transformers.generation import candidate_generator, utils  # 4.34 lacks the first
-
-    kind = getattr(candidate_generator, owner, None) or getattr(utils, owner)
-    setattr(kind, name, mend(getattr(kind, name), *changes))
-
-
-def fixed(function, *mending):
-    """Mend a method of a class that drafts or verifies before the function runs."""
-
-    def mended(*arguments, **options):
-        mend_once(*mending)
-        return function(*arguments, **options)
-
-    return mended
 
 
 plain = functools.partial(generate, target, lambda checkpoint, sampled: {})
