@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_fixed_function_mends_others_in_place_when_it_is_first_called(monkeypa
 def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp_path):
     run = engines.run
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results.jsonl")
+    monkeypatch.setattr(run, "DETAILS", tmp_path)
     report = {
         "finished": True, "date": "2026-11-29T21:45:30+00:00", "seconds": 181.6, "threads": 1,
         "processor": "AMD EPYC", "instructions": "AVX2", "verdicts": [
@@ -97,6 +99,22 @@ def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp
         "greedy": "yes", "sampled": "yes (TV 1e-07; 2 of 3)", "batches": "no", "end tokens": "stops"
     }  # fmt: skip
     assert {function for function, _ in run.stale()} == set(run.FUNCTIONS) - {first, second}
+    kept = run.RESULTS.read_bytes()
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run.write(lines[0])
+    assert run.RESULTS.read_bytes() == kept
+
+
+@pytest.mark.parametrize("name", ["", "no such engine"])
+def test_an_unknown_engine_is_one_line_that_names_those_there_are(
+    engines, monkeypatch, capsys, name
+):
+    monkeypatch.setattr("sys.argv", ["run.py", name])
+    with pytest.raises(SystemExit, match="2"):
+        engines.run.main()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"no function's label contains {name!r}; engines: minispec transformers" in last
 
 
 def test_bits_are_compared_with_the_engines_own_plain_decoding(engines):

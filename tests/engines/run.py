@@ -1,7 +1,7 @@
 """Certify engines of this folder, `make engine NAME=…` or `make engines`:
 
     python tests/engines/run.py NAME      # the functions whose label contains NAME
-    python tests/engines/run.py           # those that today's certifier has not judged
+    python tests/engines/run.py           # those not yet judged by today's certifier or for bits
     python tests/engines/run.py --stale   # list these, without a run
 
 Each function runs in its engine's environment, which is built first, and replaces its line in
@@ -9,13 +9,13 @@ results.jsonl, from which table.py writes TABLE.md. All details of the last run 
 stay in .engines/reports. Losses are expected.
 """
 
+import argparse
 import ast
 import hashlib
 import json
 import os
 import re
 import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +96,7 @@ LOSSY = {  # functions that cannot be compared with the checkpoint, but with thi
     ("llamacpp_python", "prompt_lookup"): "plain", ("mistralrs_draft", "speculative"): "plain",
 }  # fmt: skip
 BFLOAT16 = "minispec", "transformers", "vllm", "llamacpp", "mlx"  # whose files read PRECISION
-SECONDS = 1800  # of one function, with its start
+SECONDS = 1800  # for one function, including its start
 COLUMNS = {"exact": "sampled", "greedy": "greedy", "limits": "end tokens", "sampled": "sampled",
            "statistical": "sampled"}  # fmt: skip
 
@@ -127,8 +127,8 @@ class Function(NamedTuple):
         return f"tests/engines/{file}_engine.py:{name}"
 
 
-FUNCTIONS = [Function(*row, name, drafts) for *row, without, within in ENGINES
-             for drafts, names in ((False, without), (True, within))
+FUNCTIONS = [Function(*row, name, drafts) for *row, plain, drafting in ENGINES
+             for drafts, names in ((False, plain), (True, drafting))
              for name in names.split()]  # fmt: skip
 
 
@@ -156,17 +156,19 @@ def read() -> dict[str, dict]:
 
 def write(line: dict) -> None:
     """Replace a function's line. The lines are in the order of FUNCTIONS. Several processes may
-    write at a time."""
+    write at a time, and an interrupted one leaves the file as it was."""
     with FileLock(DETAILS / "results.lock"):
         known = read() | {line["function"]: line}
         found = [known[x.label] for x in FUNCTIONS if x.label in known]
         lines = [json.dumps(line, ensure_ascii=False) for line in found]
-        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        new = RESULTS.with_suffix(".tmp")
+        new.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        new.replace(RESULTS)
 
 
 def bits_to_compare(function: Function, line: dict) -> list[str]:
     """Return the precisions in which the bits are still to be compared: those of a function that
-    drafts, unless its greedy texts are wrong or it is a mended copy of one."""
+    drafts, unless its greedy texts are wrong or it is a fixed copy of one."""
     wrong = "greedy" in map(column_of, line.get("failed", ()))
     if wrong or not function.drafts or "fixed" in function.label:
         return []
@@ -184,7 +186,7 @@ def stale() -> list[tuple[Function, str]]:
 
 
 def build(function: Function) -> None:
-    """Build the environment and the folders of packages, unless they are there."""
+    """Build the environment and the folders of packages, unless they exist."""
     own = {OURS: f"{OURS}/referenced"}
     places = [function.environment, *filter(None, function.folders.split(":"))]
     targets = [own.get(place, f"{place}/installed") for place in places]
@@ -274,25 +276,32 @@ def summary(report: dict) -> dict:
     }  # fmt: skip
 
 
-def choose(argument: str) -> list[Function]:
-    """Return the functions to be run, and say which are stale if none are named."""
-    if argument not in ("", "--stale"):
-        chosen = [function for function in FUNCTIONS if argument in function.label]
+def choose() -> tuple[list[Function], bool]:
+    """Return the functions to run, and whether they are named. List the stale ones if not."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("name", metavar="NAME", nargs="?", help="a part of the functions' labels")
+    what.add_argument("--stale", action="store_true", help="only list what needs a run")
+    options = parser.parse_args()
+    if options.name is not None:
+        chosen = [f for f in FUNCTIONS if options.name and options.name in f.label]
         if not chosen:
-            print(f"no function is called {argument!r}; --stale lists some", file=sys.stderr)
-            sys.exit(2)
-        return chosen
+            files = " ".join(dict.fromkeys(f.file for f in FUNCTIONS))
+            parser.error(f"no function's label contains {options.name!r}; engines: {files}")
+        return chosen, True
     old = stale()
     print(f"{len(old)} of {len(FUNCTIONS)} functions need a run")
     print(*(f"{function.label}: {date}" for function, date in old), sep="\n", flush=True)
-    return [] if argument else [function for function, _ in old]
+    return [] if options.stale else [function for function, _ in old], False
 
 
-def main(argument: str = "") -> None:
-    for function in choose(argument):
-        build(function)
-        line = {} if argument else read().get(function.label, {})
+def main() -> None:
+    functions, named = choose()
+    for function in functions:
+        line = {} if named else read().get(function.label, {})
         try:
+            build(function)
             if line.get("certifier") != certifier():
                 write(line := judge(function))
             for precision in bits_to_compare(function, line):
@@ -307,4 +316,4 @@ def main(argument: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
