@@ -15,7 +15,7 @@ def end_tokens(checkpoint: str) -> list[int]:
 
 
 def until_end(checkpoint: str, tokens: list[int]) -> list[int]:
-    """Return the tokens up to the first end token, for engines that go on after it."""
+    """Return the tokens up to the first end token, for engines that continue after it."""
     ends = [i for i, token in enumerate(tokens) if token in end_tokens(checkpoint)]
     return tokens[: ends[0] + 1] if ends else tokens
 

@@ -20,7 +20,7 @@ def mend(function, *changes: tuple[str, str], **names):
 
 
 def fixed(function, *places):
-    """Return the function, but its first call mends others in place. Each of `places` is a dotted
+    """Return the function, but its first call fixes others in place. Each of `places` is a dotted
     name, such as "package.module.Class.method", followed by its changes."""
 
     def mended(*arguments, **options):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 
 class SamplingBackend(PyTorchBackend):
-    """A mended draft: it samples from the distribution that the engine reports."""
+    """A fixed draft: it samples from the distribution that the engine reports."""
 
     def sample(self, logits, **_):
         return torch.multinomial(logits.softmax(-1), 1)
@@ -32,7 +32,7 @@ def generate(kind, checkpoint, prompt, *, max_new_tokens, temperature, top_k, to
     engine = SpeculativeEngine(load(f"{checkpoint}/draft", kind), load(checkpoint), 2)
     result = engine.generate(torch.tensor([prompt]), max_new_tokens)
     tokens = result.output_ids[len(prompt) :]
-    if kind is SamplingBackend:  # mended too: nothing follows the first end token
+    if kind is SamplingBackend:  # fixed too: nothing follows the first end token
         tokens = until_end(checkpoint, tokens)
     return tokens, result.total_drafted_tokens, result.total_accepted_tokens
 

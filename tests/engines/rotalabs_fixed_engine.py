@@ -1,4 +1,4 @@
-"""rotalabs-accel 1.1.1's loops with finding 16 of README.md mended. `tree` is not."""
+"""rotalabs-accel 1.1.1's loops with finding 16 of README.md fixed, except `tree`."""
 
 import functools
 

@@ -13,7 +13,7 @@ from seqspecdecod import baseline_generate, capped_hsd, speculative_generate
 read = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
-# mended: they keep the end token, know several, and return no more tokens than were asked for
+# fixed: they keep the end token, know several, and return no more tokens than were asked for
 plain_generate = mend(baseline_generate, ("current_ids = current_ids[:, :-1]", "pass"))
 divergences = mend(
     capped_hsd.compute_capped_branch_divergences,

@@ -36,7 +36,7 @@ def spec_gen(decoder, prompt, n, sampled):
 
 
 def speculative_fixed(checkpoint, prompt, *, max_new_tokens, **options):
-    """Mended: without the tokens after the end or the limit."""
+    """Drop the tokens after the first end token or beyond the limit."""
     tokens = speculative(checkpoint, prompt, max_new_tokens=max_new_tokens, **options)
     return until_end(checkpoint, tokens[:max_new_tokens])
 

@@ -1,4 +1,4 @@
-"""vLLM 0.32.0's methods with findings 1 and 27 of README.md mended."""
+"""vLLM 0.32.0's methods with findings 1 and 27 of README.md fixed."""
 
 import torch
 from vllm.utils import cpu_triton_utils
