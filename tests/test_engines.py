@@ -128,9 +128,14 @@ def test_bits_are_compared_with_the_engines_own_plain_decoding(engines):
     assert heads.plain == "tests/engines/vllm_engine.py:plain"
     assert lossy.plain == "tests/engines/transformers_heads_engine.py:gemma4_plain"
     assert other.plain == none.plain == "tests/engines/transformers_engine.py:plain"
-    details = ["8 of 8 texts differ; the first, after", "equal texts: 8 prompts, 512 tokens, no"]
-    assert run.changed_texts(details) == "8 of 16"
-    assert run.changed_texts([*details, "raised TypeError: no"]) == "stops"
+    found = [
+        verdict("bits", "short", False, "8 of 8 texts differ; the first, after"),
+        verdict("bits", "long", True, "equal texts: 8 prompts, 512 tokens, no"),
+        verdict("drafts", "both", True, "121 of 10246 drafts accepted"),
+    ]
+    assert run.changed_texts(found) == "8 of 16"
+    raised = verdict("bits", "long", False, "raised TypeError: no")
+    assert run.changed_texts([*found, raised]) == "stops"
     line = {"failed": ["greedy: batches", "sampled: all"]}
     assert run.bits_to_compare(own, line) == ["float32"]
     assert run.bits_to_compare(heads, line) == ["float32", "bfloat16"]

@@ -235,11 +235,12 @@ def judge(function: Function) -> dict:
 def compare_bits(function: Function, precision: str) -> str:
     """Return how many greedy texts the drafts change."""
     report = certify(function, "--bitwise", "--baseline", function.plain, precision=precision)
-    return changed_texts([v["detail"] for v in report["verdicts"]])
+    return changed_texts(report["verdicts"])
 
 
-def changed_texts(details: list[str]) -> str:
+def changed_texts(verdicts: list[dict]) -> str:
     """Add up the texts that differ, of those that were compared."""
+    details = [verdict["detail"] for verdict in verdicts if verdict["check"] == "bits"]
     if any("raised " in detail for detail in details):
         return "stops"
     found = [re.match(r"(?:(\d+) of|equal texts:) (\d+)", detail) for detail in details]
