@@ -98,6 +98,9 @@ def test_a_run_replaces_its_line_which_makes_the_cells(engines, monkeypatch, tmp
     assert {name: cells[name] for name in ("greedy", "sampled", "batches", "end tokens")} == {
         "greedy": "yes", "sampled": "yes (TV 1e-07; 2 of 3)", "batches": "no", "end tokens": "stops"
     }  # fmt: skip
+    wrong = lines[1] | {"failed": ["statistical: T=1"]}
+    assert engines.table.verdicts(wrong)["sampled"] == "no (1 of 4)"
+    assert engines.table.verdicts(wrong | {"tv": 0.12})["sampled"] == "no (TV 0.1; 1 of 4)"
     assert {function for function, _ in run.stale()} == set(run.FUNCTIONS) - {first, second}
     kept = run.RESULTS.read_bytes()
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -60,7 +60,8 @@ def verdict(found: Counter, tv: float | None) -> str:
     n, word = found["failed"] + found["raised"], "no" if found["failed"] else "stops"
     if not n:
         n, word = found["passed"] or found["skipped"], "yes" if found["passed"] else "skipped"
-    details = [] if tv is None or word not in ("yes", "no") else [f"TV {tv:.1g}"]
+    enumerated = word == "yes" or word == "no" and (tv or 0) > 1e-3  # else only samples were wrong
+    details = [f"TV {tv:.1g}"] if enumerated and tv is not None else []
     details += [f"{n} of {found.total()}"] if n < found.total() else []
     return f"{word} ({'; '.join(details)})" if details else word
 
