@@ -1,9 +1,10 @@
 """Certify engines of this folder, `make engine NAME=…` or `make engines`:
 
-    python tests/engines/run.py NAME      # the functions whose label contains NAME
-    python tests/engines/run.py           # those not yet judged by today's certifier or for bits
-    python tests/engines/run.py --stale   # list these, without a run
+    .venv/bin/python tests/engines/run.py NAME      # functions whose label contains NAME
+    .venv/bin/python tests/engines/run.py --stale   # list those that need a run
+    .venv/bin/python tests/engines/run.py           # run these
 
+A function needs a run if today's certifier has not judged it or its bits have not been compared.
 Each function runs in its engine's environment, which is built first, and replaces its line in
 results.jsonl, from which table.py writes TABLE.md. All details of the last run of each function
 stay in .engines/reports. Losses are expected.
@@ -177,8 +178,7 @@ def bits_to_compare(function: Function, line: dict) -> list[str]:
 
 
 def stale() -> list[tuple[Function, str]]:
-    """Return the functions that today's certifier has not judged, or whose bits were not compared,
-    with the dates of their lines."""
+    """Return the functions that need a run, with the dates of their lines."""
     today, known = certifier(), read()
     lines = [(function, known.get(function.label, {})) for function in FUNCTIONS]
     return [(function, line.get("date", "never")) for function, line in lines

@@ -106,6 +106,8 @@ def page() -> str:
     rows = [COLUMNS, ["---"] * len(COLUMNS)]
     for function in FUNCTIONS:
         line, note = (found.get(function.label, {}) for found in (known, notes))
+        original = notes.get(function.label.replace("_fixed", ""), {})
+        note = {"findings": original.get("findings", ())} | note
         rows.append(cells(function, line, note, links))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{HEAD}\n{table}\n"
