@@ -22,6 +22,7 @@ def model(checkpoint: str) -> Which:
             (folder / name).write_text(json.dumps(values))
     values = json.loads(Path(checkpoint, "tokenizer.json").read_text())
     vocab = len(values["model"]["vocab"])
+    values["model"]["vocab"] = {chr(ord("!") + i): i for i in range(vocab)}  # no control characters
     values["decoder"] = {
         "type": "Sequence",
         "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}],
@@ -49,10 +50,10 @@ def generate(draft, checkpoint, prompt, *, max_new_tokens, temperature, top_k, t
     if max_new_tokens == 0:
         return []
     request = CompletionRequest(
-        "".join(chr(ord("a") + token) for token in prompt), "default", max_tokens=max_new_tokens,
+        "".join(chr(ord("!") + token) for token in prompt), "default", max_tokens=max_new_tokens,
         temperature=float(temperature), top_k=top_k or None, top_p=top_p)  # fmt: skip
     text = load(checkpoint, draft).send_completion_request(request).choices[0].text
-    return [ord(letter) - ord("a") for letter in text[:max_new_tokens]]  # it returns one more
+    return [ord(letter) - ord("!") for letter in text[:max_new_tokens]]  # it returns one more
 
 
 plain, speculative = functools.partial(generate, False), functools.partial(generate, True)

@@ -13,6 +13,8 @@ from mistralrs import Architecture, CompletionRequest, ModelDType, Runner, Which
 @functools.cache
 def load(checkpoint: str) -> tuple[Runner, dict[str, int]]:
     tokenizer = json.loads(Path(checkpoint, "tokenizer.json").read_text())
+    letters = {chr(ord("!") + i): i for i in tokenizer["model"]["vocab"].values()}
+    tokenizer["model"]["vocab"] = letters  # which its decoder knows
     options = dict.fromkeys(("add_prefix_space", "trim_offsets", "use_regex"), False)
     tokenizer["decoder"] = {"type": "ByteLevel", **options}  # it does not know the given one, Fuse
     file = Path(checkpoint, "mistralrs.json")
