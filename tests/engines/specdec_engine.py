@@ -24,6 +24,8 @@ def load(checkpoint):
 def generate(decode, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
     if top_p < 1 or top_k > 1 or temperature not in (0, 1):
         raise NotImplementedError("temperature, top-k, top-p")
+    if max_new_tokens == 0:  # transformers does not accept 0
+        return []
     torch.manual_seed(seed)
     sampled = temperature > 0 and top_k != 1
     return decode(load(checkpoint), prompt, max_new_tokens, sampled)[len(prompt) :]
