@@ -6,20 +6,18 @@ import json
 import tempfile
 from pathlib import Path
 
+from end_tokens import until_end
 from mistralrs import Architecture, CompletionRequest, ModelDType, Runner, Which
 
 FIELDS = "single_word", "lstrip", "rstrip", "normalized", "special"
 
 
 def model(checkpoint: str) -> Which:
-    """Describe a copy of the checkpoint that has an end token, which is required: if there is none,
-    one that is never generated. The decoder is one that it knows."""
+    """Describe a copy of the checkpoint whose only end token is never generated: one is required,
+    and it would be dropped. The decoder is one that mistral.rs knows."""
     folder = Path(tempfile.mkdtemp())
-    for name in "config.json", "generation_config.json":
-        if (path := Path(checkpoint, name)).exists():
-            values = json.loads(path.read_text())
-            end = values.get("eos_token_id")
-            (folder / name).write_text(json.dumps(values))
+    values = json.loads(Path(checkpoint, "config.json").read_text()) | {"eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(values))
     values = json.loads(Path(checkpoint, "tokenizer.json").read_text())
     vocab = len(values["model"]["vocab"])
     values["model"]["vocab"] = {chr(ord("!") + i): i for i in range(vocab)}  # no control characters
@@ -29,7 +27,7 @@ def model(checkpoint: str) -> Which:
     }
     values["added_tokens"] = [dict.fromkeys(FIELDS, False) | {"id": vocab, "content": "<end>"}]
     (folder / "tokenizer.json").write_text(json.dumps(values))
-    values = {"bos_token_id": vocab, "eos_token_id": vocab if end is None else end}
+    values = {"bos_token_id": vocab, "eos_token_id": vocab}
     (folder / "generation_config.json").write_text(json.dumps(values))
     template = {"chat_template": "{{ messages }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(template))
@@ -53,7 +51,8 @@ def generate(draft, checkpoint, prompt, *, max_new_tokens, temperature, top_k, t
         "".join(chr(ord("!") + token) for token in prompt), "default", max_tokens=max_new_tokens,
         temperature=float(temperature), top_k=top_k or None, top_p=top_p)  # fmt: skip
     text = load(checkpoint, draft).send_completion_request(request).choices[0].text
-    return [ord(letter) - ord("!") for letter in text[:max_new_tokens]]  # it returns one more
+    tokens = [ord(letter) - ord("!") for letter in text[:max_new_tokens]]  # it returns one more
+    return until_end(checkpoint, tokens)
 
 
 plain, speculative = functools.partial(generate, False), functools.partial(generate, True)

@@ -1,5 +1,6 @@
 """mistral.rs 0.9.5's Runner, as a black box for the certifier. It speculates only with MTP models,
-so this is plain decoding. Prompts and results are texts of one letter per token."""
+so this is plain decoding. Prompts and results are texts of one letter per token. It would drop the
+end token, so it generates more, which is cut off here."""
 
 import functools
 import json
@@ -7,6 +8,7 @@ import os
 from pathlib import Path
 
 os.environ["MISTRALRS_CPU_KV_F32"] = "1"
+from end_tokens import until_end
 from mistralrs import Architecture, CompletionRequest, ModelDType, Runner, Which
 
 
@@ -31,6 +33,7 @@ def plain(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed
     letters = sorted(vocab, key=vocab.get)
     request = CompletionRequest(
         "".join(letters[token] for token in prompt), "default", max_tokens=max_new_tokens,
-        temperature=temperature, top_k=top_k or len(vocab), top_p=top_p)  # fmt: skip
+        temperature=temperature, top_k=top_k or len(vocab), top_p=top_p, ignore_eos=True,
+    )  # fmt: skip
     text = runner.send_completion_request(request).choices[0].text
-    return [vocab[letter] for letter in text]
+    return until_end(checkpoint, [vocab[letter] for letter in text])
