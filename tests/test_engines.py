@@ -139,6 +139,7 @@ def test_bits_are_compared_with_the_engines_own_plain_decoding(engines):
     assert run.changed_texts(found) == "8 of 16"
     raised = verdict("bits", "long", False, "raised TypeError: no")
     assert run.changed_texts([*found, raised]) == "stops"
+    assert run.changed_texts([verdict("bits", "", None, "not supported: greedy")]) == "skipped"
     line = {"failed": ["greedy: batches", "sampled: all"]}
     assert run.bits_to_compare(own, line) == ["float32"]
     assert run.bits_to_compare(heads, line) == ["float32", "bfloat16"]
@@ -150,6 +151,7 @@ def test_bits_are_compared_with_the_engines_own_plain_decoding(engines):
     assert bits({"float32": "0 of 24", "bfloat16": "2 of 24"}) == (
         "no (0 of 24 in float32; 2 of 24 in bfloat16)"
     )
+    assert bits({"float32": "skipped"}) == "skipped in float32"
     assert bits({"float32": "0 of 24"}) == "yes (0 of 24 in float32)" and bits({}) == ""
 
 

@@ -14,9 +14,11 @@ FIELDS = "single_word", "lstrip", "rstrip", "normalized", "special"
 
 def model(checkpoint: str) -> Which:
     """Describe a copy of the checkpoint whose only end token is never generated: one is required,
-    and it would be dropped. The decoder is one that mistral.rs knows."""
+    and it would be dropped. The decoder is one that mistral.rs knows. There is room for drafts at
+    the end of the context, where the engine would stop with an error."""
     folder = Path(tempfile.mkdtemp())
     values = json.loads(Path(checkpoint, "config.json").read_text()) | {"eos_token_id": None}
+    values["max_position_embeddings"] += 8
     (folder / "config.json").write_text(json.dumps(values))
     values = json.loads(Path(checkpoint, "tokenizer.json").read_text())
     vocab = len(values["model"]["vocab"])

@@ -245,7 +245,7 @@ def changed_texts(verdicts: list[dict]) -> str:
         return "stops"
     found = [re.match(r"(?:(\d+) of|equal texts:) (\d+)", detail) for detail in details]
     changed, texts = (sum(int(match[i] or 0) for match in found if match) for i in (1, 2))
-    return f"{changed} of {texts}"
+    return f"{changed} of {texts}" if texts else "skipped"
 
 
 def column_of(row: str) -> str | None:

@@ -69,7 +69,7 @@ def verdict(found: Counter, tv: float | None) -> str:
 def bits(changed: dict[str, str]) -> str:
     """Describe how many texts drafts change, by precision."""
     counts = "; ".join(f"{n} in {precision}" for precision, n in changed.items())
-    if not counts or "stops" in counts:
+    if not counts or "stops" in counts or "skipped" in counts:
         return counts
     same = all(n.startswith("0 ") for n in changed.values())
     return f"{'yes' if same else 'no'} ({counts})"
@@ -93,7 +93,8 @@ def cells(function: Function, line: dict, note: dict, links: dict[int, str]) -> 
     row = {column: str(found.get(column, "")) for column in COLUMNS}
     lost = {column for column in COLUMNS[2:7] if LOSS.search(row[column])}
     for column in lost:
-        reasons = mark(BITS) if column == "same bits" else marks
+        rounded = column == "same bits" and "stops" not in row[column]
+        reasons = mark(BITS) if rounded else marks
         row[column] = LOSS.sub(r"**\g<0>**", row[column], count=1) + reasons
     if lost <= {"same bits"}:
         row["notes"] = (row["notes"] + marks).strip()
