@@ -52,7 +52,12 @@ def generate(draft, checkpoint, prompt, *, max_new_tokens, temperature, top_k, t
     request = CompletionRequest(
         "".join(chr(ord("!") + token) for token in prompt), "default", max_tokens=max_new_tokens,
         temperature=float(temperature), top_k=top_k or None, top_p=top_p)  # fmt: skip
-    text = load(checkpoint, draft).send_completion_request(request).choices[0].text
+    try:
+        text = load(checkpoint, draft).send_completion_request(request).choices[0].text
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # in Rust; it is no Exception in Python
+            raise
+        raise RuntimeError(str(error)) from error
     tokens = [ord(letter) - ord("!") for letter in text[:max_new_tokens]]  # it returns one more
     return until_end(checkpoint, tokens)
 
