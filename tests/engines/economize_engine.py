@@ -4,6 +4,7 @@ from functools import cache, partial
 
 import economize.techniques as t
 import torch
+from batches import batching
 from economize import DecodeConfig, JumpConfig, TopPSampler, apply
 from mend import fixed
 from transformers import AutoModelForCausalLM
@@ -44,11 +45,7 @@ def engine(config):
         return [(result.tokens.tolist(), *map(sum, zip((0, 0), *result.acceptance)))
                 for result in results]  # fmt: skip
 
-    def function(folder, prompt, **options):
-        return many(folder, [{"prompt": prompt, **options}])[0]
-
-    function.many = many
-    return function
+    return batching(many)
 
 
 globals().update({name: engine(config) for name, config in CONFIGS.items()})

@@ -7,6 +7,7 @@ import atexit
 import functools
 
 import torch
+from batches import batching
 from end_tokens import end_tokens
 from liteinfer import AsyncLLM, SamplingParams
 
@@ -42,13 +43,5 @@ def many(fixed, checkpoint, requests):
     return loop.run_until_complete(answers())
 
 
-def plain(checkpoint, prompt, **request):
-    return many(False, checkpoint, [{"prompt": prompt, **request}])[0]
-
-
-def plain_fixed(checkpoint, prompt, **request):
-    """Name the end tokens in every request."""
-    return many(True, checkpoint, [{"prompt": prompt, **request}])[0]
-
-
-plain.many, plain_fixed.many = functools.partial(many, False), functools.partial(many, True)
+plain = batching(functools.partial(many, False))
+plain_fixed = batching(functools.partial(many, True))  # it names the end tokens in every request

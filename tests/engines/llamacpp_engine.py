@@ -4,6 +4,7 @@ import os
 from multiprocessing.pool import ThreadPool
 
 import httpx
+from batches import batching
 from gguf_file import PRECISION, convert
 from llamacpp_server import start
 from serve import LLAMACPP_MODES
@@ -46,11 +47,7 @@ def engine(mode: str, room: int = 8):
         tokens = [answer["tokens"] for answer in answers]
         return [(tokens[0], drafted, accepted), *tokens[1:]]
 
-    def function(checkpoint, prompt, **options):
-        return many(checkpoint, [{"prompt": prompt, **options}])[0]
-
-    function.many = many
-    return function
+    return batching(many)
 
 
 plain, draft, draft_probabilistic = map(engine, ("plain", "draft", "draft-probabilistic"))

@@ -4,6 +4,7 @@ import contextlib
 import functools
 
 import torch
+from batches import batching
 from end_tokens import end_tokens, until_end
 from mend import mend
 from mini_infer.engine import InferenceEngine
@@ -62,14 +63,6 @@ def many(prefixes, kind, checkpoint, requests):
     return [next(sequences).output_token_ids if r["max_new_tokens"] else [] for r in requests]
 
 
-def batching(prefixes, kind=InferenceEngine):
-    def function(checkpoint, prompt, **options):
-        return function.many(checkpoint, [{"prompt": prompt, **options}])[0]
-
-    function.many = functools.partial(many, prefixes, kind)
-    return function
-
-
 def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
     """Call the step in a loop, which the package leaves to its user."""
     if top_k > 1 or top_p < 1:
@@ -86,5 +79,7 @@ def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p
     return until_end(checkpoint, tokens[:max_new_tokens]), drafted, accepted
 
 
-plain, prefix_cached = batching(False), batching(True)
-prefix_cached_fixed = batching(True, MendedEngine)
+plain, prefix_cached, prefix_cached_fixed = (
+    batching(functools.partial(many, prefixes, kind)) for prefixes, kind in (
+        (False, InferenceEngine), (True, InferenceEngine), (True, MendedEngine))
+)  # fmt: skip

@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
+from batches import batching
 from openvino_tokenizers import convert_tokenizer
 from optimum.intel import OVModelForCausalLM
 from transformers import PreTrainedTokenizerFast
@@ -66,11 +67,7 @@ def engine(**speculation):
         return [next(answers).m_generation_ids[0] if r["max_new_tokens"] else []
                 for r in requests]  # fmt: skip
 
-    def function(checkpoint, prompt, **options):
-        return many(checkpoint, [{"prompt": prompt, **options}])[0]
-
-    function.many = many
-    return function
+    return batching(many)
 
 
 plain = engine()

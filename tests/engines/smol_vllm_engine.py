@@ -6,6 +6,7 @@ import functools
 from types import SimpleNamespace
 
 import torch
+from batches import batching
 from end_tokens import end_tokens
 from smol_vllm import CausalLM, LLMEngine, Scheduler
 from transformers.cache_utils import DynamicCache
@@ -78,12 +79,6 @@ def many(mode, checkpoint, requests):
             for request in requests]  # fmt: skip
 
 
-def single(mode, checkpoint, prompt, **request):
-    return many(mode, checkpoint, [{"prompt": prompt, **request}])[0]
-
-
 released, patched, fixed = (
-    functools.partial(single, mode) for mode in ("released", "patched", "fixed")
+    batching(functools.partial(many, mode)) for mode in ("released", "patched", "fixed")
 )
-for function in released, patched, fixed:
-    function.many = functools.partial(many, *function.args)

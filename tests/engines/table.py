@@ -24,9 +24,9 @@ A cell is the worst outcome of the certifier's
 **stops** that the engine raised an exception instead. In brackets: of how many rows this is true,
 if not of all (after a yes, the others were skipped, for example as the engine has no such option),
 and the largest total variation distance (TV) from plain decoding over the outcomes of the engine's
-random draws; without a TV, or with "χ²", they could not be enumerated, and only samples were
-tested. *Not seen* is the bias at one token that the weakest of the rows with samples might have
-missed. *Batches* are several requests in a call, *end tokens* also the number of tokens; [*same
+random draws; without a TV, they could not be enumerated, and only samples were tested. *Not seen*
+is the bias at one token that the weakest of the rows with samples might have missed. *Batches* are
+several requests in a call, *end tokens* also the number of tokens; [*same
 bits*](README.md#same-bits) says how many greedy texts drafts change. All other columns are in
 float32. `make engines-stale` lists the rows that are from an earlier certifier.
 """

@@ -5,6 +5,7 @@ import os
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
                "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL",
                "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # fmt: skip
+from batches import batching
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
@@ -53,11 +54,7 @@ def engine(**speculation):
         drafted, accepted = (b - a for a, b in zip(before, counts(llm)))
         return [(tokens[0], drafted, accepted), *tokens[1:]]  # counts of the whole batch
 
-    def function(checkpoint, prompt, **options):
-        return many(checkpoint, [{"prompt": prompt, **options}])[0]
-
-    function.many = many
-    return function
+    return batching(many)
 
 
 K = {"num_speculative_tokens": 3}

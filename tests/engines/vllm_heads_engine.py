@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from batches import batching
 from vllm_engine import K, engine
 
 from minispec.certify.toys import random_eagle3_head
@@ -33,11 +34,7 @@ def in_folder(prepare, **speculation):
                     os.symlink(file.resolve(), folder / file.name)
         return decode.many(str(folder), requests)
 
-    def function(checkpoint, prompt, **options):
-        return many(checkpoint, [{"prompt": prompt, **options}])[0]
-
-    function.many = many
-    return function
+    return batching(many)
 
 
 def with_heads(export, **speculation):
