@@ -6,6 +6,7 @@ load it again.
 
 from collections.abc import Callable
 
+import psutil
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from minispec.fast.products import (
     fastest_products,
     int8_dtype,
     key_of,
+    without_copies,
 )
 from minispec.methods.fastmtp import RecurrentHead
 from minispec.methods.medusa import MedusaHeads
@@ -80,10 +82,19 @@ def optimize_drafter(drafter: dict, model: Transformer) -> None:
 def optimize_layers(module: nn.Module) -> None:
     """Let each linear layer on a CPU use the fastest products."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    weights = [layer.weight for layer in layers]
-    if weights and weights[0].device.type == "cpu":
-        products = distributed.from_rank_0(lambda: fastest_products(weights))
+    if layers and layers[0].weight.device.type == "cpu":
+        products = products_for(layers)
         swap(module, lambda layer: MeasuredLinear(layer, products[key_of(layer.weight)]))
+
+
+def products_for(layers: list[nn.Linear]) -> dict[str, list[str]]:
+    """The fastest products for these layers, by `key_of`; without copies of the weights, if these
+    would need more than half of the free memory."""
+    weights = [layer.weight for layer in layers]
+    products = distributed.from_rank_0(lambda: fastest_products(weights))
+    if sum(weight.nbytes for weight in weights) > psutil.virtual_memory().available / 2:
+        return {key: without_copies(names) for key, names in products.items()}
+    return products
 
 
 def quantized_dtype(dtype: str, device: str) -> str | torch.dtype:
@@ -107,8 +118,7 @@ def choose_int8_products(model: Transformer) -> None:
 
 def measured(layer: nn.Linear) -> MeasuredLinear:
     """The layer with the products that are fastest for it."""
-    products = distributed.from_rank_0(lambda: fastest_products([layer.weight]))
-    return MeasuredLinear(layer, products[key_of(layer.weight)])
+    return MeasuredLinear(layer, products_for([layer])[key_of(layer.weight)])
 
 
 # ---- linear layers -------------------------------------------------------------------------------

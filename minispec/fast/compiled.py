@@ -151,7 +151,7 @@ def compile_graph(
     package = io.BytesIO()  # if torch could not write its file, its C++ code would abort
     try:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            options = {"freezing": True, "max_autotune_gemm": True}
+            options = {"freezing": True, "cpp.enable_concat_linear": True}
             program = export(network, functional)
             torch._inductor.aoti_compile_and_package(
                 program, package_path=package, inductor_configs=options
