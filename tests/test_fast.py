@@ -34,7 +34,13 @@ from minispec.fast import (
     swap,
 )
 from minispec.fast.compiled import compile_passes
-from minispec.fast.products import INT8_PRODUCTS, PRODUCTS, TIMED_ROWS, MeasuredLinear
+from minispec.fast.products import (
+    INT8_PRODUCTS,
+    PRODUCTS,
+    TIMED_ROWS,
+    DraftLinear,
+    MeasuredLinear,
+)
 from minispec.generate import METHODS, decode
 from minispec.methods.vocabulary import Compressed, Language
 
@@ -251,6 +257,47 @@ def test_heads_and_vocabularies_are_optimised_like_their_model(int8):
         assert type(options["vocabulary"].select(prompt).rows) is MeasuredLinear
     if not int8:
         assert run.tokens == before.tokens and run.rounds == before.rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("faster", [False, True])
+def test_drafts_are_rounded_if_that_is_faster_and_answers_stay_the_same(faster, dtype, monkeypatch):
+    monkeypatch.setattr("minispec.fast.faster_rounded", lambda weights: {
+        products.key_of(weight): faster for weight in weights
+    })  # fmt: skip
+    model = random_model(5, hidden_size=64, intermediate_size=128, vocab_size=130).to(dtype)
+    options, prompt = method_options(model)["fastmtp"], random_tokens(20)
+    options["head"] = random_mtp_head(model, 1)
+    options["vocabulary"] = Compressed({"en": Language(tuple(range(90)), (1,) * 90)}, model)
+    plain = decode(model, None, prompt, max_new_tokens=40)
+    optimize(model)
+    optimize_drafter(options, model)
+    layers = [options["vocabulary"].select(prompt).rows, *options["head"].modules()]
+    kinds = {type(layer) for layer in layers} & {MeasuredLinear, DraftLinear}
+    assert kinds == {DraftLinear if faster and dtype != torch.float64 else MeasuredLinear}
+    run = decode(model, None, prompt, "fastmtp", max_new_tokens=40, **options)
+    assert dtype == torch.bfloat16 or run.tokens == plain.tokens
+
+
+def test_the_time_of_rounded_weights_is_compared_per_weight(tmp_path, monkeypatch):
+    """The parts that are timed have equally many bytes, so four times as many int8 weights."""
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
+    monkeypatch.setattr(products, "TIMED_BYTES", 2**16)
+    monkeypatch.setattr(products, "UNCACHED_BYTES", 2**17)
+    weights = [torch.zeros(16, 64), torch.zeros(32, 64)]
+
+    def times(groups: dict) -> dict:
+        seconds = {torch.float32: {16: 1.0, 32: 1.0}, torch.int8: {16: 3.5, 32: 3.7}}
+        return {
+            key: {"a": [9.0] * 7, "b": [seconds[group[0].dtype][len(group[0])]] * 4 + [0.0] * 3}
+            for key, group in groups.items()
+        }
+
+    monkeypatch.setattr(products, "time_products", times)
+    expected = {products.key_of(weights[0]): True, products.key_of(weights[1]): False}
+    assert products.faster_rounded(weights) == expected
+    monkeypatch.setattr(products, "time_products", None)
+    assert products.faster_rounded(weights) == expected  # from the file
 
 
 @pytest.mark.parametrize("seed", range(20))

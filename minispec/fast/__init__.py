@@ -18,8 +18,10 @@ from minispec.fast.captured import capture_passes
 from minispec.fast.compiled import compile_passes, is_on_gpu
 from minispec.fast.products import (
     INT8_ROWS,
+    DraftLinear,
     Int8Linear,
     MeasuredLinear,
+    faster_rounded,
     fastest_products,
     int8_dtype,
     key_of,
@@ -37,7 +39,7 @@ def optimize(
     """Optimise a loaded model in place, as `generate` and `bench` do. On a CPU, each linear layer
     gets the matrix products that are fastest on this machine (see products.py). They are measured
     the first time, in under a second for a small model. Heads that a method finds next to the model
-    are optimised like it.
+    are optimised like it; if it is faster, their weights are rounded to 8 bits.
 
     On a GPU, passes run as CUDA graphs (see captured.py), unless several processes share the model.
 
@@ -68,15 +70,17 @@ def optimize_drafter(drafter: dict, model: Transformer) -> None:
     if type(model.lm_head) is nn.Linear and not model.compiled and not model.graphs:
         return  # the model is not optimised
     for value in drafter.values():
+        if isinstance(value, RecurrentHead | MedusaHeads) and not is_on_gpu(value):
+            swap(value, for_drafts)
+        elif isinstance(value, Transformer):
+            optimize_layers(value)
+        elif isinstance(value, Compressed) and value.weight.device.type == "cpu":
+            value.set_layer(for_drafts)
         if isinstance(value, RecurrentHead) and model.compiled:
             compile_passes(value)
             compile_passes(model, value.feature_layers)
         if isinstance(value, Transformer | RecurrentHead | MedusaHeads) and model.graphs:
             capture_passes(value)
-        if isinstance(value, nn.Module):
-            optimize_layers(value)
-        elif isinstance(value, Compressed) and value.weight.device.type == "cpu":
-            value.set_layer(measured)
 
 
 def optimize_layers(module: nn.Module) -> None:
@@ -116,9 +120,16 @@ def choose_int8_products(model: Transformer) -> None:
             layer.products = products[key_of(layer.rounded)]
 
 
-def measured(layer: nn.Linear) -> MeasuredLinear:
-    """The layer with the products that are fastest for it."""
-    return MeasuredLinear(layer, products_for([layer])[key_of(layer.weight)])
+def for_drafts(layer: nn.Linear) -> MeasuredLinear | DraftLinear:
+    """The layer with the products that are fastest for it. In float32 and bfloat16, its weights are
+    rounded to 8 bits if that is faster: a draft need not be precise, since the target verifies."""
+    weight, whole = layer.weight, distributed.tensor_parallel.size == 1
+    rounds = whole and weight.dtype in (torch.float32, torch.bfloat16)
+    if rounds and faster_rounded([weight])[key_of(weight)]:
+        rounded = DraftLinear(layer)
+        rounded.products = fastest_products([rounded.rounded])[key_of(rounded.rounded)]
+        return rounded
+    return MeasuredLinear(layer, products_for([layer])[key_of(weight)])
 
 
 # ---- linear layers -------------------------------------------------------------------------------

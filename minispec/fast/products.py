@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from minispec.machine import processor
 
 TIMED_ROWS = 1, 2, 4, 8, 16, 32, 64  # a row count between two of them uses the choice of the larger
 TIMED_BYTES = 2**23  # of weights per timing
+UNCACHED_BYTES = 2**26
 COPIED_PARTS = 16  # of a shape's weights, which are timed in turn
 TURNS = 3  # timings of each product; the shortest counts
 MAX_TIME_RATIO = 0.9  # a product replaces another if it takes at most this share of its time
@@ -146,6 +148,17 @@ class Int8Linear(nn.Module):
         return self.products[0]  # part of what a compiled pass is made from
 
 
+class DraftLinear(Int8Linear):
+    """The same for rows of any dtype: they, too, are rounded."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear)
+        self.scale = self.scale.to(INT8_ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(INT8_ROWS)).to(x.dtype)
+
+
 def product_for(n: int, products: list[str], otherwise: str) -> str:
     """The product for `n` rows, given those for TIMED_ROWS, which are the powers of two."""
     return products[(n - 1).bit_length()] if 0 < n <= TIMED_ROWS[-1] else otherwise
@@ -189,6 +202,32 @@ def fastest_products(weights: Iterable[Tensor]) -> dict[str, list[str]]:
         weights, choices_file(), are_names,
         lambda groups: {key: choose(times) for key, times in time_products(groups).items()},
     )  # fmt: skip
+
+
+def faster_rounded(weights: Iterable[Tensor]) -> dict[str, bool]:
+    """Whether a few rows are multiplied faster if the weights are rounded to int8, by `key_of`."""
+
+    def measure(groups: dict[str, list[Tensor]]) -> dict[str, bool]:
+        like = {key: torch.ones_like(group[0], dtype=torch.int8) for key, group in groups.items()}
+        both = {key: many(group[0]) for key, group in groups.items()}
+        both |= {f"rounded {key}": many(weight) for key, weight in like.items()}
+        times = time_products(both)
+        seconds = {key: few_rows(times[key]) / size(both[key]) for key in both}
+        return {key: seconds[f"rounded {key}"] < MAX_TIME_RATIO * seconds[key] for key in groups}
+
+    def few_rows(times: Times) -> float:
+        return sum(min(seconds) for seconds in [*zip(*times.values())][:few])
+
+    def size(weights: list[Tensor]) -> int:  # of a part, which is what was timed
+        return sum(weight.numel() for weight in split(weights)[0])
+
+    few = sum(n <= COPY_ROWS for n in TIMED_ROWS)
+    return remembered(weights, choices_file("drafts"), lambda x: isinstance(x, bool), measure)
+
+
+def many(weight: Tensor) -> list[Tensor]:
+    """So many copies of a weight that the processor's caches do not hold them."""
+    return [weight.clone() for _ in range(1 + UNCACHED_BYTES // max(1, weight.nbytes))]
 
 
 def are_names(products: list) -> bool:
@@ -280,12 +319,13 @@ def split(weights: list[Tensor]) -> list[list[Tensor]]:
 # ---- the files -----------------------------------------------------------------------------------
 
 KNOWN = {*PRODUCTS, *INT8_PRODUCTS}
+T = TypeVar("T")  # of a choice
 
 
 def remembered(
-    weights: Iterable[Tensor], path: Path, valid: Callable[[list], bool],
-    measure: Callable[[dict[str, list[Tensor]]], dict[str, list]],
-) -> dict[str, list]:  # fmt: skip
+    weights: Iterable[Tensor], path: Path, valid: Callable[[T], bool],
+    measure: Callable[[dict[str, list[Tensor]]], dict[str, T]],
+) -> dict[str, T]:  # fmt: skip
     """The choices for weights, by `key_of`: from a file in the cache folder or, if a key is new,
     measured now for groups of weights with the same key."""
     groups: dict[str, list[Tensor]] = {}
@@ -299,7 +339,7 @@ def remembered(
     return {key: known[key] for key in groups}
 
 
-def read_choices(path: Path, valid: Callable[[list], bool] = are_names) -> dict[str, list]:
+def read_choices(path: Path, valid: Callable[[T], bool] = are_names) -> dict[str, T]:
     """The choices in a file, by `key_of`; none if it is damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         choices = json.loads(path.read_text(encoding="utf-8"))
@@ -308,7 +348,7 @@ def read_choices(path: Path, valid: Callable[[list], bool] = are_names) -> dict[
     return {}
 
 
-def write_choices(path: Path, choices: dict[str, list]) -> None:
+def write_choices(path: Path, choices: dict[str, T]) -> None:
     """Write a file; if that is impossible, the next process measures again."""
     with contextlib.suppress(UserError):
         write_json(path, choices, indent=1)
