@@ -6,7 +6,6 @@ load it again.
 
 from collections.abc import Callable
 
-import psutil
 import torch
 from torch import nn
 
@@ -15,9 +14,10 @@ from minispec.checkpoints.load import pick_device
 from minispec.cli import UserError, note
 from minispec.fast.bitwise import NOT_COMPILED, make_bitwise
 from minispec.fast.captured import capture_passes
-from minispec.fast.compiled import compile_passes, is_on_gpu
+from minispec.fast.compiled import CompiledLinear, compile_passes, is_on_gpu
 from minispec.fast.products import (
     INT8_ROWS,
+    ROUNDED_BYTES,
     DraftLinear,
     Int8Linear,
     MeasuredLinear,
@@ -25,7 +25,6 @@ from minispec.fast.products import (
     fastest_products,
     int8_dtype,
     key_of,
-    without_copies,
 )
 from minispec.methods.fastmtp import RecurrentHead
 from minispec.methods.medusa import MedusaHeads
@@ -39,7 +38,8 @@ def optimize(
     """Optimise a loaded model in place, as `generate` and `bench` do. On a CPU, each linear layer
     gets the matrix products that are fastest on this machine (see products.py). They are measured
     the first time, in under a second for a small model. Heads that a method finds next to the model
-    are optimised like it; if it is faster, their weights are rounded to 8 bits.
+    are optimised, too, and their weights are rounded to 8 bits if that is faster. Afterwards, the
+    weights must not change.
 
     On a GPU, passes run as CUDA graphs (see captured.py), unless several processes share the model.
 
@@ -59,6 +59,8 @@ def optimize(
         raise UserError(distributed.NOT_COMPILED)
     if compiled:
         compile_passes(model)
+        if not is_on_gpu(model) and isinstance(model.lm_head, nn.Linear):
+            model.lm_head = CompiledLinear(model.lm_head)
     if is_on_gpu(model) and distributed.tensor_parallel.size == 1:
         capture_passes(model)
     optimize_layers(model)
@@ -70,7 +72,7 @@ def optimize_drafter(drafter: dict, model: Transformer) -> None:
     if type(model.lm_head) is nn.Linear and not model.compiled and not model.graphs:
         return  # the model is not optimised
     for value in drafter.values():
-        if isinstance(value, RecurrentHead | MedusaHeads) and not is_on_gpu(value):
+        if isinstance(value, RecurrentHead | MedusaHeads):
             swap(value, for_drafts)
         elif isinstance(value, Transformer):
             optimize_layers(value)
@@ -86,19 +88,10 @@ def optimize_drafter(drafter: dict, model: Transformer) -> None:
 def optimize_layers(module: nn.Module) -> None:
     """Let each linear layer on a CPU use the fastest products."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    if layers and layers[0].weight.device.type == "cpu":
-        products = products_for(layers)
-        swap(module, lambda layer: MeasuredLinear(layer, products[key_of(layer.weight)]))
-
-
-def products_for(layers: list[nn.Linear]) -> dict[str, list[str]]:
-    """The fastest products for these layers, by `key_of`; without copies of the weights, if these
-    would need more than half of the free memory."""
     weights = [layer.weight for layer in layers]
-    products = distributed.from_rank_0(lambda: fastest_products(weights))
-    if sum(weight.nbytes for weight in weights) > psutil.virtual_memory().available / 2:
-        return {key: without_copies(names) for key, names in products.items()}
-    return products
+    if weights and weights[0].device.type == "cpu":
+        products = distributed.from_rank_0(lambda: fastest_products(weights))
+        swap(module, lambda layer: MeasuredLinear(layer, products[key_of(layer.weight)]))
 
 
 def quantized_dtype(dtype: str, device: str) -> str | torch.dtype:
@@ -120,16 +113,20 @@ def choose_int8_products(model: Transformer) -> None:
             layer.products = products[key_of(layer.rounded)]
 
 
-def for_drafts(layer: nn.Linear) -> MeasuredLinear | DraftLinear:
-    """The layer with the products that are fastest for it. In float32 and bfloat16, its weights are
-    rounded to 8 bits if that is faster: a draft need not be precise, since the target verifies."""
-    weight, whole = layer.weight, distributed.tensor_parallel.size == 1
-    rounds = whole and weight.dtype in (torch.float32, torch.bfloat16)
-    if rounds and faster_rounded([weight])[key_of(weight)]:
+def for_drafts(layer: nn.Linear) -> nn.Module:
+    """The layer with the products that are fastest for it on a CPU. In float32 and bfloat16, the
+    weights of a large layer are rounded to 8 bits if that is faster: a draft need not be precise,
+    since the target verifies it."""
+    weight, key = layer.weight, key_of(layer.weight)
+    if weight.device.type != "cpu":
+        return layer
+    rounds = weight.dtype in (torch.float32, torch.bfloat16) and weight.nbytes >= ROUNDED_BYTES
+    if rounds and distributed.tensor_parallel.size == 1 and faster_rounded([weight])[key]:
         rounded = DraftLinear(layer)
         rounded.products = fastest_products([rounded.rounded])[key_of(rounded.rounded)]
         return rounded
-    return MeasuredLinear(layer, products_for([layer])[key_of(weight)])
+    products = distributed.from_rank_0(lambda: fastest_products([weight]))
+    return MeasuredLinear(layer, products[key])
 
 
 # ---- linear layers -------------------------------------------------------------------------------

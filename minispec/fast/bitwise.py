@@ -38,7 +38,6 @@ from minispec.fast.products import (
     candidates,
     choices_file,
     key_of,
-    pack,
     remembered,
     time_products,
 )
@@ -194,7 +193,7 @@ def steady_rows(
         most = MAX_ROWS
         for seed in range(max(2, SAMPLES // len(like))):
             rows, weight = sums_of_rounding_errors(like, dtype, seed)
-            weight = pack(weight) if name == "packed" else weight
+            weight = weight.T.contiguous() if name == "transposed" else weight
             alone = [product(aligned(filled(row, multiple)), weight)[:1] for row in rows.split(1)]
             for n in range(multiple, most + 1, multiple):
                 if not torch.equal(product(rows[:n], weight), torch.cat(alone[:n])):
@@ -224,7 +223,7 @@ def seconds(times: Times, choice: Choice) -> float:
     for n in TYPICAL_ROWS:
         rows = min(max(n, multiple), most)
         total += -(-n // most) * times[product][TIMED_ROWS.index(rows)]
-    return total / (MAX_TIME_RATIO_WITH_COPY if product == "packed" else 1)
+    return total / (MAX_TIME_RATIO_WITH_COPY if product == "transposed" else 1)
 
 
 # ---- attention -----------------------------------------------------------------------------------

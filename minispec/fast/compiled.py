@@ -10,16 +10,19 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec import paths
 from minispec.cache import KVCache
 from minispec.checkpoints.weights import write_bytes
 from minispec.cli import UserError, check_package, check_writable, note
+from minispec.fast.products import Int8Linear
 from minispec.methods.fastmtp import RecurrentHead
 from minispec.model import Backbone, ForwardContext, Transformer
 
@@ -93,7 +96,9 @@ def compile_passes(network: Transformer | RecurrentHead, layers: tuple[int, ...]
         torch.compiler.config.recompile_limit = 64
         graph = torch.compile(functional, dynamic=False)
     elif device == "cpu":
-        graph = cached_graph(network, functional)
+        config = functional.feature_layers, network.config
+        name = type(module).__name__
+        graph = cached_graph(name, functional, partial(export, network, functional), *config)
     else:
         raise UserError(f"--compile works on cpu and cuda, not on {device}")
     network.compiled = network.compiled or CompiledPass(module)
@@ -113,30 +118,34 @@ def check_compiler(device: str) -> None:
         )
 
 
-def cached_graph(network: Transformer | RecurrentHead, functional: FunctionalPass) -> Callable:
-    """The graph of a network's passes on this CPU, compiled once and kept in the cache folder."""
-    path = paths.CACHE / f"{graph_key(network, functional)}.pt2"
+def cached_graph(
+    name: str, module: nn.Module, export: Callable[[], torch.export.ExportedProgram], *config
+) -> Callable[..., Tensor]:
+    """The graph of a module on this CPU, compiled once from what `export` returns and kept in the
+    cache folder. `config` is what it depends on besides the module."""
+    options = {"freezing": True, "cpp.enable_concat_linear": True}  # weights in the best layout
+    if any(isinstance(layer, Int8Linear) for layer in module.modules()):
+        options["max_autotune_gemm"] = True  # torch has no other code for these
+    path = paths.CACHE / f"{graph_key(module, options, *config)}.pt2"
     if not path.exists():
         check_writable(path, "--compile", paths.CACHE_ADVICE)
         check_compiler("cpu")
-        name = type(functional.module).__name__
         note(f"compiling {name}, only once; this takes a minute or more")
-        compile_graph(network, functional, path)
+        compile_graph(export, options, path)
     try:
         return torch._inductor.aoti_load_package(str(path))
     except RuntimeError as error:
         raise UserError(f"{path} cannot be opened ({error}): delete it and try again") from None
 
 
-def graph_key(network: Transformer | RecurrentHead, functional: FunctionalPass) -> str:
+def graph_key(module: nn.Module, *config) -> str:
     """A digest of what a graph is compiled from and for: weights, code, torch and the processor."""
     system = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    kind = str(functional), functional.feature_layers, network.config
-    digest = blake2b(repr((*system, *kind)).encode(), digest_size=12)
-    for name, tensor in functional.state_dict().items():  # includes buffers, such as int8 weights
+    digest = blake2b(repr((*system, str(module), *config)).encode(), digest_size=12)
+    for name, tensor in module.state_dict().items():  # includes buffers, such as int8 weights
         digest.update(f"{name} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
-    for name in sorted({type(x).__module__ for x in functional.modules()} | {KVCache.__module__}):
+    for name in sorted({type(x).__module__ for x in module.modules()} | {KVCache.__module__}):
         if name.startswith("minispec."):
             spec = sys.modules[name].__spec__
             digest.update(spec.loader.get_data(spec.origin))  # source, or byte code without it
@@ -144,17 +153,14 @@ def graph_key(network: Transformer | RecurrentHead, functional: FunctionalPass) 
 
 
 def compile_graph(
-    network: Transformer | RecurrentHead, functional: FunctionalPass, path: Path
+    export: Callable[[], torch.export.ExportedProgram], options: dict, path: Path
 ) -> None:
-    """Compile the pass ahead of time (AOTInductor), with the weights in the layout that suits the
-    compiled code."""
+    """Compile what `export` returns ahead of time (AOTInductor)."""
     package = io.BytesIO()  # if torch could not write its file, its C++ code would abort
     try:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            options = {"freezing": True, "cpp.enable_concat_linear": True}
-            program = export(network, functional)
             torch._inductor.aoti_compile_and_package(
-                program, package_path=package, inductor_configs=options
+                export(), package_path=package, inductor_configs=options
             )
     except Exception as error:  # a compiler can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
@@ -179,3 +185,26 @@ def export(
     shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
     arguments = inputs, cos, sin, cos.new_zeros(1, 1, 5, 128), slots, cache.k, cache.v
     return torch.export.export(functional, arguments, dynamic_shapes=shapes)
+
+
+class CompiledLinear(nn.Module):
+    """A linear layer on a CPU, such as lm_head, whose products of up to MAX_ROWS rows run as a
+    compiled graph. Copies and pickles are plain."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        rows = layer.weight.new_zeros(5, layer.in_features)
+        shapes = ({0: torch.export.Dim("n", min=1, max=MAX_ROWS)},)
+        self.graph: Callable[..., Tensor] | None = cached_graph(
+            "lm_head", layer, lambda: torch.export.export(layer, (rows,), dynamic_shapes=shapes)
+        )
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"graph": None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.graph is None or not 0 < len(rows) <= MAX_ROWS or torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        return self.graph(rows.contiguous()).reshape(*x.shape[:-1], -1)

@@ -24,12 +24,12 @@ from minispec.machine import processor
 
 TIMED_ROWS = 1, 2, 4, 8, 16, 32, 64  # a row count between two of them uses the choice of the larger
 TIMED_BYTES = 2**23  # of weights per timing
-UNCACHED_BYTES = 2**26
-COPIED_PARTS = 16  # of a shape's weights, which are timed in turn
 TURNS = 3  # timings of each product; the shortest counts
 MAX_TIME_RATIO = 0.9  # a product replaces another if it takes at most this share of its time
 MAX_TIME_RATIO_WITH_COPY = 0.8  # the same for a product that needs a second copy of the weights
-COPY_ROWS = 8  # the copy must pay for row counts up to this one, taken together
+COPY_ROWS = 8  # a copy, or rounding, must pay for row counts up to this one, taken together
+ROUNDED_BYTES = 2**18  # smaller weights of a draft's layers stay in a processor's caches
+UNCACHED_BYTES = 2**26  # of weights, so that they come from memory
 
 # ---- the candidates ------------------------------------------------------------------------------
 
@@ -45,20 +45,8 @@ def weight_first(rows: Tensor, weight: Tensor) -> Tensor:
     return (weight @ rows.contiguous().T).T[:n].contiguous()
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A copy of weights (out, in) in the layout that oneDNN, torch's library for matrix products,
-    multiplies fastest. Without it, torch rearranges bfloat16 weights again in every product."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-
-
-def packed(rows: Tensor, weight: Tensor) -> Tensor:
-    """The product with weights from `pack`, in a half to a third of the time if rows are few. torch
-    has no public name for either function: its compiler uses them. So `candidates` checks them."""
-    return torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight, None, "none", [], "")
-
-
-# each maps rows (n, in) and weights (out, in), for `packed` a copy of them, to (n, out)
-PRODUCTS = {"rows_first": F.linear, "weight_first": weight_first, "packed": packed}
+# each maps rows (n, in) and weights (out, in), for `transposed` a copy (in, out), to (n, out)
+PRODUCTS = {"rows_first": F.linear, "weight_first": weight_first, "transposed": torch.matmul}
 
 
 def dequantised(rows: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
@@ -67,7 +55,7 @@ def dequantised(rows: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
 
 def weight_only(rows: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
     """Reads a quarter of the bytes of float32. torch documents no product of rows with int8 weights
-    on a CPU, so this is one of its private operators, and `candidates` checks it."""
+    on a CPU, so this is one of its private operators, and `works` checks it before it is used."""
     return torch.ops.aten._weight_int8pack_mm(rows.contiguous(), rounded, scale)
 
 
@@ -77,11 +65,16 @@ WIDTH = 64  # rows whose length is a multiple of this are safe for `weight_only`
 INT8_ROWS = torch.bfloat16  # in float32, `weight_only` is several times slower than `dequantised`
 
 
-def works(product: Callable[..., Tensor], like: Callable[..., Tensor], *inputs: Tensor) -> bool:
-    """Whether a product exists in this version of torch, and is right for these inputs."""
+def works(product: Callable[..., Tensor], rounded: Tensor) -> bool:
+    """Whether the product exists in this version of torch and is right for weights of this shape.
+    torch's operator reads beyond the end of rows of odd lengths, so these are not even tried."""
+    if rounded.shape[1] % WIDTH:
+        return product is dequantised
+    rows = torch.randn(2, rounded.shape[1], generator=torch.Generator().manual_seed(0))
+    inputs = rows.to(INT8_ROWS), rounded, torch.full(rounded.shape[:1], 0.01, dtype=INT8_ROWS)
     try:
-        y, expected = product(*inputs).float(), like(*inputs).float()
-    except (RuntimeError, AttributeError):  # it does not exist, or not for this shape or dtype
+        y, expected = product(*inputs).float(), dequantised(*inputs).float()
+    except (RuntimeError, AttributeError):  # it does not exist, or not for this shape
         return False
     return bool((y - expected).norm() <= 0.02 * expected.norm())
 
@@ -93,23 +86,18 @@ class MeasuredLinear(nn.Module):
     def __init__(self, linear: nn.Linear, products: list[str]):
         super().__init__()
         self.weight, self.bias, self.products = linear.weight, linear.bias, products
-        self.packed: Tensor | None = None  # a copy, from the first pass on that uses it
-
-    def __getstate__(self) -> dict:
-        """Copies and pickles pack the weights again: the packed ones can be neither."""
-        return self.__dict__ | {"packed": None}
+        if "transposed" in products:  # neither a parameter nor a buffer: it is not saved
+            self.weight_t = linear.weight.detach().T.contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        # a compiled graph has its own products, and the packed one has no gradient
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() and x.requires_grad:
+        if torch.compiler.is_compiling():  # a compiled graph has its own products
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])  # (n, in)
         product = product_for(len(rows), self.products, "rows_first")
         if product == "rows_first":
             return F.linear(x, self.weight, self.bias)
-        if product == "packed" and self.packed is None:
-            self.packed = pack(self.weight)
-        y = PRODUCTS[product](rows, self.packed if product == "packed" else self.weight)  # (n, out)
+        weight = self.weight_t if product == "transposed" else self.weight
+        y = PRODUCTS[product](rows, weight)  # (n, out)
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], -1)
 
@@ -149,7 +137,7 @@ class Int8Linear(nn.Module):
 
 
 class DraftLinear(Int8Linear):
-    """The same for rows of any dtype: they, too, are rounded."""
+    """An Int8Linear that computes in bfloat16, whatever the dtype of its input."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear)
@@ -170,24 +158,15 @@ Times = dict[str, list[float]]  # product -> seconds for a part at each of TIMED
 
 
 def candidates(weight: Tensor) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """The products to choose from for weights of this shape and dtype. torch's private operators
-    are among them if they work; the one for int8 reads beyond the end of rows of odd lengths."""
-    random = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    """The products to choose from for weights of this shape and dtype."""
     if weight.dtype != torch.int8:
-        inputs = random.to(weight.dtype), split([weight])[0][0]
-        works_packed = works(lambda rows, weight: packed(rows, pack(weight)), F.linear, *inputs)
-        return {name: f for name, f in PRODUCTS.items() if name != "packed" or works_packed}
-
-    scale = torch.full((len(weight),), 0.01, dtype=INT8_ROWS)
-    inputs = random.to(INT8_ROWS), weight, scale
+        return PRODUCTS
+    scale = torch.ones(len(weight), dtype=INT8_ROWS)
 
     def unscaled(product: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda rows, part: product(rows, part, torch.ones_like(scale[: len(part)]))
+        return lambda rows, part: product(rows, part, scale[: len(part)])
 
-    return {
-        name: unscaled(f) for name, f in INT8_PRODUCTS.items()
-        if f is dequantised or weight.shape[1] % WIDTH == 0 and works(f, dequantised, *inputs)
-    }  # fmt: skip
+    return {name: unscaled(f) for name, f in INT8_PRODUCTS.items() if works(f, weight)}
 
 
 def key_of(weight: Tensor) -> str:
@@ -226,7 +205,7 @@ def faster_rounded(weights: Iterable[Tensor]) -> dict[str, bool]:
 
 
 def many(weight: Tensor) -> list[Tensor]:
-    """So many copies of a weight that the processor's caches do not hold them."""
+    """Enough copies of a weight to overflow most processors' caches."""
     return [weight.clone() for _ in range(1 + UNCACHED_BYTES // max(1, weight.nbytes))]
 
 
@@ -243,20 +222,14 @@ def choose(times: Times) -> list[str]:
         for linear, turned in zip(times["rows_first"], times["weight_first"])
     ]
     seconds = [times[name][i] for i, name in enumerate(best)]
-    copied = times.get("packed", seconds)  # with float64, there is none
-    with_copy = [min(pair) for pair in zip(seconds, copied)]
+    with_copy = [min(pair) for pair in zip(seconds, times["transposed"])]
     few = sum(n <= COPY_ROWS for n in TIMED_ROWS)
     if sum(with_copy[:few]) > MAX_TIME_RATIO_WITH_COPY * sum(seconds[:few]):
         return best
     return [
-        "packed" if with_copy < MAX_TIME_RATIO * without else name
-        for name, without, with_copy in zip(best, seconds, copied)
+        "transposed" if copied < MAX_TIME_RATIO * without else name
+        for name, without, copied in zip(best, seconds, times["transposed"])
     ]
-
-
-def without_copies(names: list[str]) -> list[str]:
-    """The products to use if there is no memory for copies of the weights."""
-    return ["rows_first" if name == "packed" else name for name in names]
 
 
 @torch.inference_mode()
@@ -264,15 +237,12 @@ def time_products(groups: dict[str, list[Tensor]]) -> dict[str, Times]:
     """Time every product for every shape. The shapes take turns, and each timing uses the next of a
     shape's weights, so that weights come from memory as they do in a pass."""
     parts = {key: itertools.cycle(split(group)) for key, group in groups.items()}
+    copies = {key: itertools.repeat([w.T.contiguous() for w in next(parts[key])]) for key in groups}
     products = {key: candidates(group[0]) for key, group in groups.items()}
-    copies = {
-        key: itertools.cycle([[*map(pack, part)] for part in split(groups[key])[:COPIED_PARTS]])
-        for key in groups if "packed" in products[key]
-    }  # fmt: skip
     timings = [(n, name, key) for n in TIMED_ROWS for key in groups for name in products[key]]
     functions = []
     for n, name, key in timings:
-        weights = copies[key] if name == "packed" else parts[key]
+        weights = copies[key] if name == "transposed" else parts[key]
         dtype = INT8_ROWS if groups[key][0].dtype == torch.int8 else groups[key][0].dtype
         rows = torch.ones(n, groups[key][0].shape[1], dtype=dtype)
         functions.append(partial(multiply, products[key][name], rows, weights))
@@ -287,7 +257,8 @@ def time_products(groups: dict[str, list[Tensor]]) -> dict[str, Times]:
 def int8_dtype() -> torch.dtype:
     """The dtype, bfloat16 or float32, in which a row is multiplied faster with int8 weights."""
     weight = torch.ones(16, 512, 1024, dtype=torch.int8)
-    ways = [(torch.float32, "dequantised"), *((INT8_ROWS, name) for name in candidates(weight[0]))]
+    working = [name for name, f in INT8_PRODUCTS.items() if works(f, weight[0])]
+    ways = [(torch.float32, "dequantised"), *((INT8_ROWS, name) for name in working)]
     functions = []
     for dtype, name in ways:
         row, scale = torch.ones(1, 1024, dtype=dtype), torch.ones(512, dtype=dtype)
@@ -319,7 +290,7 @@ def split(weights: list[Tensor]) -> list[list[Tensor]]:
 # ---- the files -----------------------------------------------------------------------------------
 
 KNOWN = {*PRODUCTS, *INT8_PRODUCTS}
-T = TypeVar("T")  # of a choice
+T = TypeVar("T")  # a choice
 
 
 def remembered(
@@ -357,6 +328,6 @@ def write_choices(path: Path, choices: dict[str, T]) -> None:
 def choices_file(kind: str = "products") -> Path:
     """The file for this processor, instruction set, torch version and number of threads."""
     instructions = torch.backends.cpu.get_cpu_capability()
-    system = processor(), instructions, torch.__version__, torch.get_num_threads()
-    digest = blake2b(repr((*system, TIMED_ROWS, sorted(KNOWN))).encode(), digest_size=8).hexdigest()
+    system = processor(), instructions, torch.__version__, torch.get_num_threads(), TIMED_ROWS
+    digest = blake2b(repr(system).encode(), digest_size=8).hexdigest()
     return paths.CACHE / f"{kind}-{digest}.json"

@@ -2,6 +2,7 @@
 default they are loaded from next to the target.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from inspect import Parameter
@@ -185,7 +186,8 @@ def tree_costs(
     model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None
 ) -> list[float]:
     """The cost of a round with a tree of 0, 1, … nodes on this machine, in passes over one token.
-    Optimises both first, as for decoding."""
+    Optimises the model and a copy of the heads first, as for decoding."""
+    heads = copy.deepcopy(heads)
     optimize(model)
     optimize_drafter({"heads": heads, "vocabulary": vocabulary}, model)
     drafting = heads_cost(model, heads, vocabulary)
