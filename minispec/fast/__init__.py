@@ -37,7 +37,7 @@ def optimize(
 ) -> None:
     """Optimise a loaded model in place, as `generate` and `bench` do. On a CPU, each linear layer
     gets the matrix products that are fastest on this machine (see products.py). They are measured
-    the first time, in under a second for a small model. Heads that a method finds next to the model
+    the first time, in seconds for a small model. Heads that a method finds next to the model
     are optimised, too, and their weights are rounded to 8 bits if that is faster. Afterwards, the
     weights must not change.
 

@@ -28,6 +28,7 @@ TURNS = 3  # timings of each product; the shortest counts
 MAX_TIME_RATIO = 0.9  # a product replaces another if it takes at most this share of its time
 MAX_TIME_RATIO_WITH_COPY = 0.8  # the same for a product that needs a second copy of the weights
 COPY_ROWS = 8  # a copy, or rounding, must pay for row counts up to this one, taken together
+FEW = sum(n <= COPY_ROWS for n in TIMED_ROWS)
 ROUNDED_BYTES = 2**18  # smaller weights of a draft's layers stay in a processor's caches
 UNCACHED_BYTES = 2**26  # of weights, so that they come from memory
 
@@ -195,12 +196,11 @@ def faster_rounded(weights: Iterable[Tensor]) -> dict[str, bool]:
         return {key: seconds[f"rounded {key}"] < MAX_TIME_RATIO * seconds[key] for key in groups}
 
     def few_rows(times: Times) -> float:
-        return sum(min(seconds) for seconds in [*zip(*times.values())][:few])
+        return sum(min(seconds) for seconds in [*zip(*times.values())][:FEW])
 
     def size(weights: list[Tensor]) -> int:  # of a part, which is what was timed
         return sum(weight.numel() for weight in split(weights)[0])
 
-    few = sum(n <= COPY_ROWS for n in TIMED_ROWS)
     return remembered(weights, choices_file("drafts"), lambda x: isinstance(x, bool), measure)
 
 
@@ -223,8 +223,7 @@ def choose(times: Times) -> list[str]:
     ]
     seconds = [times[name][i] for i, name in enumerate(best)]
     with_copy = [min(pair) for pair in zip(seconds, times["transposed"])]
-    few = sum(n <= COPY_ROWS for n in TIMED_ROWS)
-    if sum(with_copy[:few]) > MAX_TIME_RATIO_WITH_COPY * sum(seconds[:few]):
+    if sum(with_copy[:FEW]) > MAX_TIME_RATIO_WITH_COPY * sum(seconds[:FEW]):
         return best
     return [
         "transposed" if copied < MAX_TIME_RATIO * without else name
