@@ -23,7 +23,7 @@ from minispec.fast.cost import interleaved_min_times
 from minispec.machine import processor
 
 TIMED_ROWS = 1, 2, 4, 8, 16, 32, 64  # a row count between two of them uses the choice of the larger
-TIMED_BYTES = 2**23  # of weights per timing
+TIMED_BYTES = 2**25  # of weights per timing
 TURNS = 3  # timings of each product; the shortest counts
 MAX_TIME_RATIO = 0.9  # a product replaces another if it takes at most this share of its time
 MAX_TIME_RATIO_WITH_COPY = 0.8  # the same for a product that needs a second copy of the weights
@@ -46,8 +46,17 @@ def weight_first(rows: Tensor, weight: Tensor) -> Tensor:
     return (weight @ rows.contiguous().T).T[:n].contiguous()
 
 
+def convolved(rows: Tensor, weight: Tensor) -> Tensor:
+    """A 1 × 1 convolution of the weight, an image of `out` pixels with `in` channels: each row is a
+    kernel. In float32, this is faster than a product on some processors, for 5 to 64 rows."""
+    image = weight[None, None].permute(0, 3, 1, 2)  # (1, in, 1, out), channels last: no copy
+    maps = F.conv2d(image, rows[:, :, None, None])  # (1, n, 1, out)
+    return maps.view(len(rows), len(weight)).contiguous()
+
+
 # each maps rows (n, in) and weights (out, in), for `transposed` a copy (in, out), to (n, out)
-PRODUCTS = {"rows_first": F.linear, "weight_first": weight_first, "transposed": torch.matmul}
+PRODUCTS = {"rows_first": F.linear, "weight_first": weight_first, "convolved": convolved,
+            "transposed": torch.matmul}  # fmt: skip
 
 
 def dequantised(rows: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
@@ -217,10 +226,10 @@ def choose(times: Times) -> list[str]:
     """The product for each of TIMED_ROWS, given the seconds that each took."""
     if "rows_first" not in times:  # int8
         return [min(times, key=lambda name: times[name][i]) for i in range(len(TIMED_ROWS))]
-    best = [
-        "weight_first" if turned < MAX_TIME_RATIO * linear else "rows_first"
-        for linear, turned in zip(times["rows_first"], times["weight_first"])
-    ]
+    best = []
+    for i, linear in enumerate(times["rows_first"]):
+        other = min("weight_first", "convolved", key=lambda name: times[name][i])
+        best.append(other if times[other][i] < MAX_TIME_RATIO * linear else "rows_first")
     seconds = [times[name][i] for i, name in enumerate(best)]
     with_copy = [min(pair) for pair in zip(seconds, times["transposed"])]
     if sum(with_copy[:FEW]) > MAX_TIME_RATIO_WITH_COPY * sum(seconds[:FEW]):
@@ -326,7 +335,7 @@ def write_choices(path: Path, choices: dict[str, T]) -> None:
 
 def choices_file(kind: str = "products") -> Path:
     """The file for this processor, instruction set, torch version and number of threads."""
-    instructions = torch.backends.cpu.get_cpu_capability()
-    system = processor(), instructions, torch.__version__, torch.get_num_threads(), TIMED_ROWS
-    digest = blake2b(repr(system).encode(), digest_size=8).hexdigest()
+    system = processor(), torch.backends.cpu.get_cpu_capability(), torch.__version__
+    timed = torch.get_num_threads(), TIMED_ROWS, *PRODUCTS
+    digest = blake2b(repr(system + timed).encode(), digest_size=8).hexdigest()
     return paths.CACHE / f"{kind}-{digest}.json"
