@@ -30,7 +30,7 @@ T = TypeVar("T")
 COPY_BYTES, MATMUL_SIZE = 2**28, 2048  # sizes of the copy and of the square product
 MAX_OTHERS_SHARE = 0.5  # of the cores, for other processes; above it, speeds are not reported
 
-LOOK_SECONDS = 0.002
+LOOK_SECONDS = 0.0005
 # the parts of decoding and the functions or files that run them; the first one found counts
 PARTS = {"prefill": {"prefill", "read_prompt"}, "policy": {"adaptive.py"}, "drafts": {"propose"},
          "target pass": {"model.py", "compiled.py", "captured.py", "probs"}}  # fmt: skip
@@ -85,15 +85,20 @@ def measure(
 
 def time_shares(decoder: Callable[[list[int]], Run], prompt: list[int]) -> dict[str, float]:
     """Decode, and return the share of each part of a round in the time of all rounds, from looks at
-    the stack every LOOK_SECONDS. What PARTS does not name is "other Python"."""
-    counts = Counter()
+    the stack every LOOK_SECONDS, or after a longer call of C++ code, to which the time since the
+    look before belongs. What PARTS does not name is "other Python"."""
+    seconds = Counter()
+    latest = time.perf_counter()
 
     def look(_, frame) -> None:
+        nonlocal latest
         names = set()
         while frame:
             names |= {frame.f_code.co_name, basename(frame.f_code.co_filename)}
             frame = frame.f_back
-        counts[next((part for part in PARTS if PARTS[part] & names), "other Python")] += 1
+        before, latest = latest, time.perf_counter()
+        part = next((part for part in PARTS if PARTS[part] & names), "other Python")
+        seconds[part] += latest - before
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
@@ -101,8 +106,8 @@ def time_shares(decoder: Callable[[list[int]], Run], prompt: list[int]) -> dict[
         decoder(prompt)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    del counts["prefill"]
-    return {part: n / counts.total() for part, n in counts.most_common()}
+    del seconds["prefill"]
+    return {part: share / seconds.total() for part, share in seconds.most_common()}
 
 
 # ---- other processes ----------------------------------------------------------------------------

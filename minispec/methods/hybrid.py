@@ -39,6 +39,7 @@ from minispec.verify import accept, accept_block
 
 LookupK = Annotated[int | Policy, Option("copies per round, or auto", least=1, auto="copies")]
 LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is more often right
+TREE_LONGEST, TREE_SHORTEST = 8, 2  # in a tree, copies do not take the place of the head's drafts
 
 
 @method(
@@ -60,7 +61,8 @@ def hybrid(
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
     which learns only from the rounds of its own drafter. With a `tree` (see fastmtp), neither is
-    used: the tokens to copy are candidates for the head's tree, valued by their running acceptance.
+    used: what followed the latest 2 to 8 tokens joins the candidates for the head's tree, valued by
+    its running acceptance.
 
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
     `draft_cache` is the draft model's, as in `speculative`, and `head_cache` the head's.
@@ -139,7 +141,7 @@ class CopiesInTree(CopiesFirst):
 
     def __init__(self, other: HeadDrafter, k: int | Policy):
         super().__init__(other, k)
-        self.rates = AcceptanceRates(16)
+        self.index, self.rates = NgramIndex(TREE_LONGEST, TREE_SHORTEST), AcceptanceRates(16)
 
     def propose(self, tokens: list[int], free_rows: int) -> Tree:
         """See Drafter."""
