@@ -381,10 +381,26 @@ def test_stats_show_where_the_time_of_a_round_goes(weights, monkeypatch, capsys)
                          "--max-new-tokens", "60")  # fmt: skip
     bench.main([*options, "--stats", "--json"])
     for row in json.loads(capsys.readouterr().out)["rows"]:
-        assert row["time"].keys() <= shares.keys()  # a quick part may have no look
+        assert row["time"].keys() <= shares.keys()  # a short part may be missed
+        assert sum(row["time"].values()) == pytest.approx(1)
     for more, shown in (["--stats"], True), ([], False):
         bench.main([*options, *more])
         assert ("fastmtp k=2: time of a round: " in capsys.readouterr().out) == shown
+
+
+def test_a_long_call_counts_as_long_as_it_takes():
+    """Python looks at the stack only after a call of C code, even if several looks were due."""
+
+    def propose(seconds):
+        time.sleep(seconds)  # with looks in between
+
+    def decoder(prompt):
+        start = time.perf_counter()
+        exec(compile("sum(range(3_000_000))", "a/model.py", "exec"))
+        propose(time.perf_counter() - start)
+
+    shares = measure.time_shares(decoder, [])
+    assert 0.3 < shares["target pass"] < 0.7 and 0.3 < shares["drafts"] < 0.7
 
 
 # ---- Markdown and JSON ---------------------------------------------------------------------------

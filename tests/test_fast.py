@@ -127,6 +127,22 @@ def test_every_product_equals_linear(product, seed, dtype, tolerance):
     torch.testing.assert_close(measured(x), plain(x), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_a_convolution_equals_linear_with_two_threads(dtype, tolerance):
+    """Only then does torch let oneDNN compute it in float32."""
+    torch.manual_seed(0)
+    weight, threads = torch.randn(577, 321, dtype=dtype), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for n in (1, 5, 8, 17, 64):
+            rows = torch.randn(n, 321, dtype=dtype)
+            expected = nn.functional.linear(rows, weight)
+            error = PRODUCTS["convolved"](rows, weight) - expected
+            assert error.norm() <= tolerance * expected.norm()
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_the_row_count_selects_the_product(monkeypatch):
     used = []
     for name in PRODUCTS:

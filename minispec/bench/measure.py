@@ -84,21 +84,20 @@ def measure(
 
 
 def time_shares(decoder: Callable[[list[int]], Run], prompt: list[int]) -> dict[str, float]:
-    """Decode, and return the share of each part of a round in the time of all rounds, from looks at
-    the stack every LOOK_SECONDS, or after a longer call of C++ code, to which the time since the
-    look before belongs. What PARTS does not name is "other Python"."""
+    """Decode, and return the share of each part of a round in the time of all rounds. A timer looks
+    at the stack every LOOK_SECONDS. During a long call of C++ code the look is late; the time since
+    the look before counts for the part that it finds: one of PARTS, or "other Python"."""
     seconds = Counter()
     latest = time.perf_counter()
 
     def look(_, frame) -> None:
         nonlocal latest
-        names = set()
+        passed, names = time.perf_counter() - latest, set()
         while frame:
             names |= {frame.f_code.co_name, basename(frame.f_code.co_filename)}
             frame = frame.f_back
-        before, latest = latest, time.perf_counter()
-        part = next((part for part in PARTS if PARTS[part] & names), "other Python")
-        seconds[part] += latest - before
+        seconds[next((part for part in PARTS if PARTS[part] & names), "other Python")] += passed
+        latest = time.perf_counter()  # without the time of the look
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
@@ -107,7 +106,8 @@ def time_shares(decoder: Callable[[list[int]], Run], prompt: list[int]) -> dict[
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     del seconds["prefill"]
-    return {part: share / seconds.total() for part, share in seconds.most_common()}
+    total = seconds.total()
+    return {part: passed / total for part, passed in seconds.most_common()}
 
 
 # ---- other processes ----------------------------------------------------------------------------

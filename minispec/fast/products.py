@@ -23,7 +23,7 @@ from minispec.fast.cost import interleaved_min_times
 from minispec.machine import processor
 
 TIMED_ROWS = 1, 2, 4, 8, 16, 32, 64  # a row count between two of them uses the choice of the larger
-TIMED_BYTES = 2**25  # of weights per timing
+TIMED_BYTES = 2**24  # of weights per timing: a part's first product is slower
 TURNS = 3  # timings of each product; the shortest counts
 MAX_TIME_RATIO = 0.9  # a product replaces another if it takes at most this share of its time
 MAX_TIME_RATIO_WITH_COPY = 0.8  # the same for a product that needs a second copy of the weights
@@ -47,8 +47,9 @@ def weight_first(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def convolved(rows: Tensor, weight: Tensor) -> Tensor:
-    """A 1 × 1 convolution of the weight, an image of `out` pixels with `in` channels: each row is a
-    kernel. In float32, this is faster than a product on some processors, for 5 to 64 rows."""
+    """The product as a 1 × 1 convolution: the weight is an image of `out` pixels with `in`
+    channels, each row a kernel. With several threads, float32 then runs in oneDNN, which is faster
+    on some processors, from 5 rows on."""
     image = weight[None, None].permute(0, 3, 1, 2)  # (1, in, 1, out), channels last: no copy
     maps = F.conv2d(image, rows[:, :, None, None])  # (1, n, 1, out)
     return maps.view(len(rows), len(weight)).contiguous()
@@ -228,8 +229,8 @@ def choose(times: Times) -> list[str]:
         return [min(times, key=lambda name: times[name][i]) for i in range(len(TIMED_ROWS))]
     best = []
     for i, linear in enumerate(times["rows_first"]):
-        other = min("weight_first", "convolved", key=lambda name: times[name][i])
-        best.append(other if times[other][i] < MAX_TIME_RATIO * linear else "rows_first")
+        faster = min("weight_first", "convolved", key=lambda name: times[name][i])
+        best.append(faster if times[faster][i] < MAX_TIME_RATIO * linear else "rows_first")
     seconds = [times[name][i] for i, name in enumerate(best)]
     with_copy = [min(pair) for pair in zip(seconds, times["transposed"])]
     if sum(with_copy[:FEW]) > MAX_TIME_RATIO_WITH_COPY * sum(seconds[:FEW]):
@@ -335,7 +336,7 @@ def write_choices(path: Path, choices: dict[str, T]) -> None:
 
 def choices_file(kind: str = "products") -> Path:
     """The file for this processor, instruction set, torch version and number of threads."""
-    system = processor(), torch.backends.cpu.get_cpu_capability(), torch.__version__
-    timed = torch.get_num_threads(), TIMED_ROWS, *PRODUCTS
-    digest = blake2b(repr(system + timed).encode(), digest_size=8).hexdigest()
+    machine = processor(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    known = torch.__version__, TIMED_ROWS, *PRODUCTS
+    digest = blake2b(repr(machine + known).encode(), digest_size=8).hexdigest()
     return paths.CACHE / f"{kind}-{digest}.json"

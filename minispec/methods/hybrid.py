@@ -39,7 +39,7 @@ from minispec.verify import accept, accept_block
 
 LookupK = Annotated[int | Policy, Option("copies per round, or auto", least=1, auto="copies")]
 LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is more often right
-TREE_LONGEST, TREE_SHORTEST = 8, 2  # in a tree, copies do not take the place of the head's drafts
+TREE_LONGEST, TREE_SHORTEST = 8, 2  # in a tree, a wrong copy costs a node, not the head's drafts
 
 
 @method(
@@ -61,8 +61,8 @@ def hybrid(
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
     which learns only from the rounds of its own drafter. With a `tree` (see fastmtp), neither is
-    used: what followed the latest 2 to 8 tokens joins the candidates for the head's tree, valued by
-    its running acceptance.
+    used: what followed the latest 2 to 8 tokens joins the candidates for the head's tree, and each
+    copy is valued by the running acceptance at its depth.
 
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
     `draft_cache` is the draft model's, as in `speculative`, and `head_cache` the head's.
@@ -110,10 +110,12 @@ class CopiesFirst(Drafter):
     """Copies from the text if the latest tokens have occurred before, otherwise the drafts of
     `other`. Who drafts, and how much, follows from the text so far, so any choice is lossless."""
 
+    matches = LONGEST_MATCH, SHORTEST_MATCH
+
     def __init__(self, other: Drafter, k: int | Policy):
         self.other, self.policy, self.copied = other, as_policy(k), []
         self.feature_layers = other.feature_layers
-        self.index = NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
+        self.index = NgramIndex(*self.matches)
 
     def enqueue(self, hidden: Tensor, tokens: list[int]) -> None:
         self.other.enqueue(hidden, tokens)
@@ -139,9 +141,11 @@ class CopiesFirst(Drafter):
 class CopiesInTree(CopiesFirst):
     """Drafts the head's trees. Copies are candidates, valued by their running acceptance."""
 
+    matches = TREE_LONGEST, TREE_SHORTEST
+
     def __init__(self, other: HeadDrafter, k: int | Policy):
         super().__init__(other, k)
-        self.index, self.rates = NgramIndex(TREE_LONGEST, TREE_SHORTEST), AcceptanceRates(16)
+        self.rates = AcceptanceRates(16)
 
     def propose(self, tokens: list[int], free_rows: int) -> Tree:
         """See Drafter."""
