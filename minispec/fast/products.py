@@ -335,7 +335,7 @@ def write_choices(path: Path, choices: dict[str, T]) -> None:
 
 
 def choices_file(kind: str = "products") -> Path:
-    """The file for this processor, instruction set, torch version and number of threads."""
+    """The file for this processor, instruction set, number of threads, torch and products."""
     machine = processor(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     known = torch.__version__, TIMED_ROWS, *PRODUCTS
     digest = blake2b(repr(machine + known).encode(), digest_size=8).hexdigest()

@@ -38,8 +38,6 @@ from minispec.tree import Step, Tree
 from minispec.verify import accept, accept_block
 
 LookupK = Annotated[int | Policy, Option("copies per round, or auto", least=1, auto="copies")]
-LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is more often right
-TREE_LONGEST, TREE_SHORTEST = 8, 2  # in a tree, a wrong copy costs a node, not the head's drafts
 
 
 @method(
@@ -110,7 +108,7 @@ class CopiesFirst(Drafter):
     """Copies from the text if the latest tokens have occurred before, otherwise the drafts of
     `other`. Who drafts, and how much, follows from the text so far, so any choice is lossless."""
 
-    matches = LONGEST_MATCH, SHORTEST_MATCH
+    matches = 5, 3  # tokens, longest and shortest; after fewer, a head is more often right
 
     def __init__(self, other: Drafter, k: int | Policy):
         self.other, self.policy, self.copied = other, as_policy(k), []
@@ -141,7 +139,7 @@ class CopiesFirst(Drafter):
 class CopiesInTree(CopiesFirst):
     """Drafts the head's trees. Copies are candidates, valued by their running acceptance."""
 
-    matches = TREE_LONGEST, TREE_SHORTEST
+    matches = 8, 2  # here a wrong copy costs a node, not the head's drafts
 
     def __init__(self, other: HeadDrafter, k: int | Policy):
         super().__init__(other, k)
