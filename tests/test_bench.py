@@ -368,10 +368,11 @@ def test_stats_show_where_the_time_of_a_round_goes(weights, monkeypatch, capsys)
     def decoder(prompt):
         prefill = compile("def prefill(): time.sleep(0.3)\nprefill()", "x.py", "exec")
         exec(prefill, {"time": time})  # does not count
-        for file, seconds in ("a/model.py", 0.04), ("b/adaptive.py", 0.02):
-            exec(compile(f"time.sleep({seconds})", file, "exec"), {"time": time})
-        propose()
-        time.sleep(0.01)
+        for _ in range(5):
+            for file, seconds in ("a/model.py", 0.04), ("b/adaptive.py", 0.02):
+                exec(compile(f"time.sleep({seconds})", file, "exec"), {"time": time})
+            propose()
+            time.sleep(0.01)
 
     monkeypatch.setattr(measure, "LOOK_SECONDS", 0.001)
     shares = measure.time_shares(decoder, [])
@@ -381,8 +382,7 @@ def test_stats_show_where_the_time_of_a_round_goes(weights, monkeypatch, capsys)
                          "--max-new-tokens", "60")  # fmt: skip
     bench.main([*options, "--stats", "--json"])
     for row in json.loads(capsys.readouterr().out)["rows"]:
-        assert row["time"].keys() <= shares.keys()  # a short part may be missed
-        assert sum(row["time"].values()) == pytest.approx(1)
+        assert sum(row["time"].values()) == pytest.approx(1) and "target pass" in row["time"]
     for more, shown in (["--stats"], True), ([], False):
         bench.main([*options, *more])
         assert ("fastmtp k=2: time of a round: " in capsys.readouterr().out) == shown
@@ -395,9 +395,10 @@ def test_a_long_call_counts_as_long_as_it_takes():
         time.sleep(seconds)  # with looks in between
 
     def decoder(prompt):
-        start = time.perf_counter()
-        exec(compile("sum(range(3_000_000))", "a/model.py", "exec"))
-        propose(time.perf_counter() - start)
+        for _ in range(10):
+            start = time.perf_counter()
+            exec(compile("sum(range(3_000_000))", "a/model.py", "exec"))
+            propose(time.perf_counter() - start)
 
     shares = measure.time_shares(decoder, [])
     assert 0.3 < shares["target pass"] < 0.7 and 0.3 < shares["drafts"] < 0.7
